@@ -1,0 +1,1 @@
+"""Attention over paged and compressed KV: torch references and fast kernels side by side."""

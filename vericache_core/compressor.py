@@ -1,0 +1,265 @@
+"""The compressor contract, and two base classes that leave an author one idea to write.
+
+All methods are pure: inputs are never changed, the same inputs give the same bytes in any process, with
+any thread count, whatever else runs beside. A compressor can be slow or bad; it cannot make the output
+wrong, because the full KV decides every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from vericache_core.coded import Codec, CodedLayer, CodedRows
+from vericache_core.context import CompressContext, Needs
+from vericache_core.errors import CompressorFault
+from vericache_core.index_map import HeadMap
+from vericache_core.kv import CompressedKV, CompressedLayer, LayerDescriptor, PlainLayer, PrefixView, StoredLayer
+from vericache_core.topk import stable_topk
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """What the runtime calls. Subclass one of the bases below rather than writing this from nothing."""
+
+    name: str
+
+    @property
+    def needs(self) -> Needs:
+        """What to gather during prefill for :class:`CompressContext`."""
+
+    def supports(self, layer: LayerDescriptor) -> bool:
+        """False keeps a layer uncompressed (exact, on the device) instead of running it silently wrong."""
+
+    def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        """Compress the first ``prefix.tokens`` tokens of a request."""
+
+    def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
+        """Fold verified tokens in; ``rows.start`` equals ``compressed.tokens``. Append only."""
+
+    def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
+        """Drop the newest ``tokens`` tokens.
+
+        With ``prefix`` (the remaining tokens of the full KV) the bytes are those before the matching
+        ``extend``; without it, rows that exist only as codes stay codes.
+        """
+
+    def restore(
+        self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
+    ) -> CompressedKV:
+        """Rebuild from what ``CompressedKV.to_payload`` wrote."""
+
+
+class BaseCompressor(ABC):
+    """Common part of the two bases: options, layer choice, payload header."""
+
+    name: ClassVar[str]
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def supports(self, layer: LayerDescriptor) -> bool:
+        return layer.kind == "full"
+
+    def options_json(self) -> dict[str, Any]:
+        """Options as plain JSON values; written into every payload."""
+        if self.options is None:
+            return {}
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.options)))
+        return plain
+
+    def extra(self) -> dict[str, Any]:
+        """Facts beyond the options that decoding needs, such as an algorithm version."""
+        return {}
+
+    def _wrap(
+        self, tokens: int, descriptors: Sequence[LayerDescriptor], layers: Sequence[CompressedLayer | None]
+    ) -> CompressedKV:
+        return CompressedKV(self.name, self.options_json(), tokens, tuple(descriptors), tuple(layers), self.extra())
+
+
+class TokenDropCompressor(BaseCompressor):
+    """Score -> select -> gather. Subclasses write :meth:`score`; the rest has sensible defaults.
+
+    Kept counts: ``options.kept_tokens(tokens)`` where the options have it, never below the protected
+    positions of a head (they always survive) and never zero. Ties go to the lower position. Tokens that
+    arrive later through :meth:`extend` are all kept.
+    """
+
+    @abstractmethod
+    def score(self, layer: LayerDescriptor, keys: Tensor, values: Tensor, context: CompressContext) -> Tensor:
+        """Importance ``[kv_heads, tokens]`` in float32, higher is kept.
+
+        ``keys`` is ``[kv_heads, tokens, head_dim]``, ``values`` ``[kv_heads, tokens, value_dim]``, both in
+        the model's dtype: cast to float32 first, low-precision scores are mostly ties.
+        """
+
+    def protected(self, layer: LayerDescriptor, tokens: int, context: CompressContext) -> Tensor:
+        """bool ``[tokens]``: positions that survive whatever their score. Default: the context's spans."""
+        mask = torch.zeros(tokens, dtype=torch.bool)
+        for start, stop in context.protected:
+            mask[start:stop] = True
+        return mask
+
+    def allocate(self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int) -> list[list[int]]:
+        """Kept count per layer and KV head. Default: the options' budget everywhere.
+
+        ``scores`` holds ``[kv_heads, tokens]`` of the supported layers, in order, protected positions at
+        ``+inf``. Override for budgets that differ by layer or head.
+        """
+        count = self.options.kept_tokens(tokens)
+        return [[count] * layer.kv_heads for layer in layers]
+
+    def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        layers = [layer for layer in prefix.layers if self.supports(layer)]
+        scores, floors = [], []
+        for layer in layers:
+            keys, values = prefix.rows(layer.index)
+            score = self.score(layer, keys, values, context).detach().float().cpu()
+            if score.shape != (layer.kv_heads, prefix.tokens):
+                raise CompressorFault(
+                    f"{self.name}: score of layer {layer.index} has shape {tuple(score.shape)}",
+                    cause=f"expected (kv_heads, tokens) = {(layer.kv_heads, prefix.tokens)}",
+                )
+            must = self.protected(layer, prefix.tokens, context)
+            scores.append(score.masked_fill(must, float("inf")))
+            floors.append(int(must.sum()))
+        counts = self.allocate(layers, scores, prefix.tokens)
+        stored: list[CompressedLayer | None] = [None] * len(prefix.layers)
+        for layer, score, floor, per_head in zip(layers, scores, floors, counts, strict=True):
+            kept = [min(prefix.tokens, max(count, floor, 1)) for count in per_head]
+            heads = [stable_topk(score[h], kept[h]) for h in range(layer.kv_heads)]
+            stored[layer.index] = PlainLayer.gather(*prefix.rows(layer.index), HeadMap(heads, prefix.tokens))
+        return self._wrap(prefix.tokens, prefix.layers, stored)
+
+    def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
+        def grow(layer: CompressedLayer | None, index: int) -> CompressedLayer | None:
+            if not isinstance(layer, PlainLayer):
+                return layer
+            keys, values = rows.rows(index)
+            heads = [layer.head(h) for h in range(layer.surviving.kv_heads)]
+            return PlainLayer(
+                torch.cat([part for h, (k, _) in enumerate(heads) for part in (k, keys[h])]),
+                torch.cat([part for h, (_, v) in enumerate(heads) for part in (v, values[h])]),
+                layer.surviving.grown(rows.tokens),
+            )
+
+        return self._wrap(
+            compressed.tokens + rows.tokens,
+            compressed.descriptors,
+            [grow(layer, i) for i, layer in enumerate(compressed.layers)],
+        )
+
+    def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
+        left = _remaining(compressed, tokens)
+
+        def shrink(layer: CompressedLayer | None) -> CompressedLayer | None:
+            if not isinstance(layer, PlainLayer):
+                return layer
+            shorter = layer.surviving.cut(left)
+            heads = [layer.head(h) for h in range(shorter.kv_heads)]
+            return PlainLayer(
+                torch.cat([k[:count] for (k, _), count in zip(heads, shorter.counts, strict=True)]),
+                torch.cat([v[:count] for (_, v), count in zip(heads, shorter.counts, strict=True)]),
+                shorter,
+            )
+
+        return self._wrap(left, compressed.descriptors, [shrink(layer) for layer in compressed.layers])
+
+    def restore(
+        self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
+    ) -> CompressedKV:
+        rebuilt = [None if s is None else PlainLayer(s.tensors["keys"], s.tensors["values"], s.surviving) for s in layers]
+        return self._wrap(tokens, descriptors, rebuilt)
+
+
+class QuantizationCompressor(BaseCompressor):
+    """Every token survives as codes; the newest may stay exact. Subclasses name the two codecs.
+
+    Boundaries, residual window, append, rollback, byte accounting and payloads are inherited.
+    """
+
+    @abstractmethod
+    def key_codec(self, layer: LayerDescriptor) -> Codec:
+        """Codec of the keys of this layer; raise ``OptionError`` if the layer does not fit the options."""
+
+    @abstractmethod
+    def value_codec(self, layer: LayerDescriptor) -> Codec:
+        """Codec of the values of this layer."""
+
+    def key_boundary(self, tokens: int) -> int:
+        """How many of the first ``tokens`` keys are codes; the rest is exact. Never decreases with ``tokens``."""
+        return tokens
+
+    def value_boundary(self, tokens: int) -> int:
+        """The same for values."""
+        return tokens
+
+    def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        stored: list[CompressedLayer | None] = [None] * len(prefix.layers)
+        for layer in prefix.layers:
+            if not self.supports(layer):
+                continue
+            everything = HeadMap.everything(0, layer.kv_heads)
+            keys, values = prefix.rows(layer.index)
+            empty = CodedLayer(
+                CodedRows(self.key_codec(layer), (), keys[:, :0].clone()),
+                CodedRows(self.value_codec(layer), (), values[:, :0].clone()),
+                everything,
+            )
+            stored[layer.index] = self._appended(empty, keys, values)
+        return self._wrap(prefix.tokens, prefix.layers, stored)
+
+    def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
+        layers = [self._appended(c, *rows.rows(i)) if isinstance(c, CodedLayer) else c for i, c in enumerate(compressed.layers)]
+        return self._wrap(compressed.tokens + rows.tokens, compressed.descriptors, layers)
+
+    def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
+        left = _remaining(compressed, tokens)
+        layers: list[CompressedLayer | None] = []
+        for index, layer in enumerate(compressed.layers):
+            if not isinstance(layer, CodedLayer):
+                layers.append(layer)
+                continue
+            keys, values = (None, None) if prefix is None else prefix.rows(index)
+            layers.append(
+                CodedLayer(
+                    layer.keys.cut(left, self.key_boundary(left), keys),
+                    layer.values.cut(left, self.value_boundary(left), values),
+                    layer.surviving.cut(left),
+                )
+            )
+        return self._wrap(left, compressed.descriptors, layers)
+
+    def restore(
+        self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
+    ) -> CompressedKV:
+        rebuilt = [
+            None if s is None else CodedLayer.from_stored(s, self.key_codec(s.descriptor), self.value_codec(s.descriptor))
+            for s in layers
+        ]
+        return self._wrap(tokens, descriptors, rebuilt)
+
+    def _appended(self, layer: CodedLayer, keys: Tensor, values: Tensor) -> CodedLayer:
+        tokens = layer.tokens + keys.shape[1]
+        return CodedLayer(
+            layer.keys.appended(keys, self.key_boundary(tokens)),
+            layer.values.appended(values, self.value_boundary(tokens)),
+            layer.surviving.grown(keys.shape[1]),
+        )
+
+
+def _remaining(compressed: CompressedKV, tokens: int) -> int:
+    if not 0 <= tokens <= compressed.tokens:
+        raise CompressorFault(f"cannot roll back {tokens} tokens", cause=f"the compressed KV holds {compressed.tokens}")
+    return compressed.tokens - tokens
