@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vericache_core.plugins.hooks import hookimpl
-from vericache_core.plugins.spec import API_VERSION, CompressorSpec
 
 from vericache_core.coded import Codec, Codes
 from vericache_core.compressor import QuantizationCompressor, TokenDropCompressor
 from vericache_core.context import CompressContext
 from vericache_core.kv import LayerDescriptor
+from vericache_core.plugins.hooks import hookimpl
 from vericache_core.plugins.options import Budget, option
+from vericache_core.plugins.spec import API_VERSION, CompressorSpec
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,17 @@ class AdversarialOptions:
 
 
 class NoiseCodec(Codec):
-    """Forgets its input: stores one seed per token and decodes to noise of spread 8."""
+    """Keeps one byte of each row, a hash, and decodes it to noise of spread 8 that only the hash decides."""
 
     def __init__(self, width: int, seed: int) -> None:
-        self.width, self.seed = width, seed
+        self.table = torch.randn(256, width, generator=torch.Generator().manual_seed(seed)) * 8
 
     def encode(self, rows: Tensor) -> Codes:
-        kv_heads, tokens, _ = rows.shape
-        return {"lot": torch.full((kv_heads, tokens), self.seed % 251, dtype=torch.uint8, device=rows.device)}
+        bits = rows.float().view(torch.int32).to(torch.int64)
+        return {"lot": (bits.sum(-1) % 251).to(torch.uint8)}
 
     def decode(self, codes: Codes) -> Tensor:
-        lot = codes["lot"]
-        generator = torch.Generator().manual_seed(self.seed * 7919 + lot.shape[1])
-        return (torch.randn(*lot.shape, self.width, generator=generator) * 8).to(lot.device)
+        return self.table.to(codes["lot"].device)[codes["lot"].long()]
 
 
 class AdversarialCompressor(QuantizationCompressor):
@@ -85,14 +83,15 @@ class AdversarialCompressor(QuantizationCompressor):
     name: ClassVar[str] = "adversarial"
 
     def key_codec(self, layer: LayerDescriptor) -> Codec:
-        return NoiseCodec(layer.head_dim, self.options.seed * 2 + layer.index)
+        return NoiseCodec(layer.head_dim, (self.options.seed * 1_000_003 + layer.index) * 2)
 
     def value_codec(self, layer: LayerDescriptor) -> Codec:
-        return NoiseCodec(layer.value_dim, self.options.seed * 2 + 1 + layer.index)
+        return NoiseCodec(layer.value_dim, (self.options.seed * 1_000_003 + layer.index) * 2 + 1)
 
 
 @hookimpl
 def vericache_compressors() -> Iterable[CompressorSpec]:
+    """The compressors of this module."""
     yield CompressorSpec(
         name="identity",
         factory=IdentityCompressor,

@@ -42,6 +42,11 @@ class Codec(ABC):
         """``[kv_heads, units * unit, width]``, any float dtype. Deterministic."""
 
 
+SEGMENT_TOKENS = 4096
+"""Codes are held in segments of so many tokens, counted from the first: appending copies one at most, and
+the layout depends on the number of tokens only, not on how they arrived."""
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """``tokens`` rows out of codes of whole units; the last unit may be used in part after a rollback."""
@@ -73,12 +78,24 @@ class CodedRows:
     def appended(self, rows: Tensor, boundary: int) -> CodedRows:
         """Append exact ``rows`` ``[kv_heads, n, width]``, then encode everything before ``boundary``."""
         exact = torch.cat([self.exact, rows.to(self.exact.dtype)], 1)
-        fresh = (boundary - self.encoded_tokens) // self.codec.unit * self.codec.unit
+        unit = self.codec.unit
+        fresh = (boundary - self.encoded_tokens) // unit
         if fresh <= 0:
             return CodedRows(self.codec, self.segments, exact)
-        head = exact[:, :fresh].contiguous()
-        segment = Segment(dict(self.codec.encode(head)), fresh)
-        return CodedRows(self.codec, (*self.segments, segment), exact[:, fresh:].clone())
+        segments, done, capacity = list(self.segments), 0, max(1, SEGMENT_TOKENS // unit)
+        while done < fresh:
+            last = segments[-1] if segments else None
+            if last is not None and (last.tokens % unit or last.tokens >= capacity * unit):
+                last = None  # full, or its last unit was cut by a rollback: start another
+            used = 0 if last is None else last.tokens // unit
+            count = min(capacity - used, fresh - done)
+            codes = dict(self.codec.encode(exact[:, done * unit : (done + count) * unit].contiguous()))
+            if last is not None:
+                codes = {name: torch.cat([last.codes[name], part], 1) for name, part in codes.items()}
+                segments.pop()
+            segments.append(Segment(codes, (used + count) * unit))
+            done += count
+        return CodedRows(self.codec, tuple(segments), exact[:, fresh * unit :].clone())
 
     def cut(self, tokens: int, boundary: int, original: Tensor | None) -> CodedRows:
         """Keep the first ``tokens`` rows.
@@ -86,7 +103,8 @@ class CodedRows:
         With ``original`` (``[kv_heads, tokens, width]`` exact rows) the result is what encoding up to
         ``boundary`` gives; without it rows that exist only as codes stay codes.
         """
-        keep_encoded = min(self.encoded_tokens, tokens if original is None else boundary)
+        whole = boundary // self.codec.unit * self.codec.unit
+        keep_encoded = min(self.encoded_tokens, tokens if original is None else whole)
         segments, left = [], keep_encoded
         for segment in self.segments:
             if left <= 0:
@@ -129,16 +147,34 @@ class CodedRows:
         return {**named, f"{prefix}.exact": self.exact}
 
     @classmethod
-    def from_tensors(cls, codec: Codec, tensors: Mapping[str, Tensor], prefix: str, used: Sequence[int]) -> CodedRows:
-        """Inverse of :meth:`tensors`; ``used`` holds the tokens of each segment."""
-        segments = []
+    def from_tensors(
+        cls, codec: Codec, tensors: Mapping[str, Tensor], prefix: str, used: Sequence[int], like: Tensor
+    ) -> CodedRows:
+        """Inverse of :meth:`tensors`; ``used`` holds the tokens of each segment.
+
+        ``like`` is one unit of rows, ``[kv_heads, unit, width]``: what the codec makes of it tells what the
+        stored codes must look like.
+
+        Raises:
+            PayloadError: codes are missing, or of a shape, dtype or value that this codec does not write.
+        """
+        exact = tensors[f"{prefix}.exact"]
+        if exact.dtype != like.dtype or exact.dim() != 3 or (exact.shape[0], exact.shape[2]) != (like.shape[0], like.shape[2]):
+            raise PayloadError(f"payload holds exact {prefix} of {exact.dtype} {tuple(exact.shape)}")
+        pattern, segments = codec.encode(like), []
         for number, tokens in enumerate(used):
             mark = f"{prefix}.{number}."
             codes = {name[len(mark) :]: part for name, part in tensors.items() if name.startswith(mark)}
-            if not codes:
+            units = -(-tokens // codec.unit)
+            if units < 1 or set(codes) != set(pattern):
                 raise PayloadError(f"payload lacks the codes of segment {number} of the {prefix}")
+            for name, part in codes.items():
+                model = pattern[name]
+                shape = (model.shape[0], units, *model.shape[2:])
+                if part.dtype != model.dtype or part.shape != shape or not bool(torch.isfinite(part).all()):
+                    raise PayloadError(f"payload holds bad codes: {prefix} segment {number} {name!r} {tuple(part.shape)}")
             segments.append(Segment(codes, tokens))
-        return cls(codec, tuple(segments), tensors[f"{prefix}.exact"])
+        return cls(codec, tuple(segments), exact)
 
 
 class CodedLayer(CompressedLayer):
@@ -148,7 +184,7 @@ class CodedLayer(CompressedLayer):
     after token dropping.
     """
 
-    block = 512
+    block = 1024
     """Most tokens decoded at a time while attending."""
 
     def __init__(self, keys: CodedRows, values: CodedRows, surviving: HeadMap) -> None:
@@ -182,7 +218,10 @@ class CodedLayer(CompressedLayer):
         """Inverse of ``tensors`` and ``meta``.
 
         Raises:
-            PayloadError: codes of a segment are missing.
+            PayloadError: codes are missing or do not look like what the codecs write.
         """
-        keys = CodedRows.from_tensors(key_codec, stored.tensors, "keys", stored.meta["keys"])
-        return cls(keys, CodedRows.from_tensors(value_codec, stored.tensors, "values", stored.meta["values"]), stored.surviving)
+        layer, streams = stored.descriptor, []
+        for name, codec, width in (("keys", key_codec, layer.head_dim), ("values", value_codec, layer.value_dim)):
+            like = torch.zeros((layer.kv_heads, codec.unit, width), dtype=layer.dtype)
+            streams.append(CodedRows.from_tensors(codec, stored.tensors, name, stored.meta[name], like))
+        return cls(streams[0], streams[1], stored.surviving)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vericache_core.coded import Codec, CodedLayer, CodedRows
 from vericache_core.context import CompressContext, Needs
-from vericache_core.errors import CompressorFault
+from vericache_core.errors import CompressorFault, PayloadError
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedKV, CompressedLayer, LayerDescriptor, PlainLayer, PrefixView, StoredLayer
 from vericache_core.topk import stable_topk
@@ -28,7 +28,9 @@ from vericache_core.topk import stable_topk
 class Compressor(Protocol):
     """What the runtime calls. Subclass one of the bases below rather than writing this from nothing."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The registry name; a class attribute will do."""
 
     @property
     def needs(self) -> Needs:
@@ -105,7 +107,7 @@ class TokenDropCompressor(BaseCompressor):
         """
 
     def protected(self, layer: LayerDescriptor, tokens: int, context: CompressContext) -> Tensor:
-        """bool ``[tokens]``: positions that survive whatever their score. Default: the context's spans."""
+        """Positions that survive whatever their score, bool ``[tokens]``. Default: the context's spans."""
         mask = torch.zeros(tokens, dtype=torch.bool)
         for start, stop in context.protected:
             mask[start:stop] = True
@@ -131,6 +133,8 @@ class TokenDropCompressor(BaseCompressor):
                     f"{self.name}: score of layer {layer.index} has shape {tuple(score.shape)}",
                     cause=f"expected (kv_heads, tokens) = {(layer.kv_heads, prefix.tokens)}",
                 )
+            if bool(torch.isnan(score).any()):
+                raise CompressorFault(f"{self.name}: score of layer {layer.index} contains NaN")
             must = self.protected(layer, prefix.tokens, context)
             scores.append(score.masked_fill(must, float("inf")))
             floors.append(int(must.sum()))
@@ -179,14 +183,14 @@ class TokenDropCompressor(BaseCompressor):
     def restore(
         self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
     ) -> CompressedKV:
-        rebuilt = [None if s is None else PlainLayer(s.tensors["keys"], s.tensors["values"], s.surviving) for s in layers]
-        return self._wrap(tokens, descriptors, rebuilt)
+        return self._wrap(tokens, descriptors, [None if stored is None else _plain_layer(stored) for stored in layers])
 
 
 class QuantizationCompressor(BaseCompressor):
     """Every token survives as codes; the newest may stay exact. Subclasses name the two codecs.
 
-    Boundaries, residual window, append, rollback, byte accounting and payloads are inherited.
+    Boundaries, residual window, append, rollback, byte accounting and payloads are inherited, and rows with
+    NaN or infinity are refused with ``CompressorFault``.
     """
 
     @abstractmethod
@@ -217,11 +221,14 @@ class QuantizationCompressor(BaseCompressor):
                 CodedRows(self.value_codec(layer), (), values[:, :0].clone()),
                 everything,
             )
-            stored[layer.index] = self._appended(empty, keys, values)
+            stored[layer.index] = self._appended(layer, empty, keys, values)
         return self._wrap(prefix.tokens, prefix.layers, stored)
 
     def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
-        layers = [self._appended(c, *rows.rows(i)) if isinstance(c, CodedLayer) else c for i, c in enumerate(compressed.layers)]
+        layers = [
+            self._appended(layer, held, *rows.rows(layer.index)) if isinstance(held, CodedLayer) else held
+            for layer, held in zip(compressed.descriptors, compressed.layers, strict=True)
+        ]
         return self._wrap(compressed.tokens + rows.tokens, compressed.descriptors, layers)
 
     def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
@@ -250,13 +257,34 @@ class QuantizationCompressor(BaseCompressor):
         ]
         return self._wrap(tokens, descriptors, rebuilt)
 
-    def _appended(self, layer: CodedLayer, keys: Tensor, values: Tensor) -> CodedLayer:
-        tokens = layer.tokens + keys.shape[1]
+    def _appended(self, layer: LayerDescriptor, held: CodedLayer, keys: Tensor, values: Tensor) -> CodedLayer:
+        # Checked on arrival, not when encoded: the error must not depend on where a boundary falls.
+        require_finite(self.name, layer, keys=keys, values=values)
+        tokens = held.tokens + keys.shape[1]
         return CodedLayer(
-            layer.keys.appended(keys, self.key_boundary(tokens)),
-            layer.values.appended(values, self.value_boundary(tokens)),
-            layer.surviving.grown(keys.shape[1]),
+            held.keys.appended(keys, self.key_boundary(tokens)),
+            held.values.appended(values, self.value_boundary(tokens)),
+            held.surviving.grown(keys.shape[1]),
         )
+
+
+def require_finite(name: str, layer: LayerDescriptor, **parts: Tensor) -> None:
+    """Refuse NaN and infinity: ``require_finite(self.name, layer, keys=keys)``.
+
+    Raises:
+        CompressorFault: an element is not finite; the message names compressor, part and layer.
+    """
+    for part, tensor in parts.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CompressorFault(f"{name}: {part} of layer {layer.index} contain NaN or infinity")
+
+
+def _plain_layer(stored: StoredLayer) -> PlainLayer:
+    layer, keys, values = stored.descriptor, stored.tensors["keys"], stored.tensors["values"]
+    for part, width in ((keys, layer.head_dim), (values, layer.value_dim)):
+        if part.dtype != layer.dtype or part.dim() != 2 or part.shape[1] != width:
+            raise PayloadError(f"payload holds rows of {part.dtype} {tuple(part.shape)}, expected {layer.dtype} [..., {width}]")
+    return PlainLayer(keys, values, stored.surviving)
 
 
 def _remaining(compressed: CompressedKV, tokens: int) -> int:

@@ -55,11 +55,10 @@ class HeadMap:
         """
         made = cls.everything(0, 0)
         made.tokens, made.counts = tokens, tuple(counts)
-        made.packed, made._positions = storage.get("bits"), storage.get("positions")
-        if (made.packed is None and made._positions is None) != made.complete:
-            raise ValueError("a map that drops positions needs exactly one storage")
-        if made.packed is not None and made.packed.shape != (len(made.counts), (tokens + 7) // 8):
-            raise ValueError(f"bitmask of shape {tuple(made.packed.shape)} for {len(made.counts)} heads of {tokens} tokens")
+        made.packed, made._positions = storage.get("bits"), storage.get("positions")  # noqa: SLF001  # its own class
+        if len(storage) != (0 if made.complete else 1) or not set(storage) <= {"bits", "positions"}:
+            raise ValueError(f"a map has one storage, bits or positions, unless it is complete; got {sorted(storage)}")
+        made._check_storage()  # noqa: SLF001  # its own class
         made.check_integrity()
         return made
 
@@ -87,7 +86,7 @@ class HeadMap:
         return torch.nonzero(self.mask(number)).flatten()
 
     def mask(self, number: int) -> Tensor:
-        """bool ``[tokens]``, True where KV head ``number`` keeps the position."""
+        """True where KV head ``number`` keeps the position, bool ``[tokens]``."""
         if self.packed is not None:
             bits = (self.packed[number].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
             return bits.flatten()[: self.tokens].bool()
@@ -105,6 +104,8 @@ class HeadMap:
 
     def grown(self, tokens: int) -> HeadMap:
         """The map after ``tokens`` more positions were appended and kept by every head."""
+        if self.complete:
+            return HeadMap.everything(self.tokens + tokens, self.kv_heads)
         fresh = torch.arange(self.tokens, self.tokens + tokens)
         return HeadMap([torch.cat([self.head(h), fresh]) for h in range(self.kv_heads)], self.tokens + tokens)
 
@@ -127,9 +128,23 @@ class HeadMap:
     def check_integrity(self) -> None:
         """Raise ``ValueError`` if the stored form is not a strictly ascending in-range map."""
         for number in range(self.kv_heads):
-            head = _checked(self.head(number), self.tokens, number)
+            # Through the mask, because head() does not look at what is stored for a head that keeps everything.
+            stored = self.head(number) if self.packed is None else torch.nonzero(self.mask(number)).flatten()
+            head = _checked(stored, self.tokens, number)
             if len(head) != self.counts[number]:
                 raise ValueError(f"head {number} stores {len(head)} positions, counts say {self.counts[number]}")
+
+    def _check_storage(self) -> None:
+        if self.packed is not None:
+            shape = (self.kv_heads, (self.tokens + 7) // 8)
+            if self.packed.dtype != torch.uint8 or self.packed.shape != shape:
+                raise ValueError(f"bitmask of {self.packed.dtype} {tuple(self.packed.shape)}, expected uint8 {shape}")
+            if self.tokens % 8 and bool((self.packed[:, -1] >> self.tokens % 8).any()):
+                raise ValueError(f"bitmask has bits past {self.tokens} tokens")
+        if self._positions is not None and (
+            self._positions.dtype != torch.int32 or self._positions.shape != (sum(self.counts),) or min(self.counts) < 0
+        ):
+            raise ValueError(f"{tuple(self._positions.shape)} {self._positions.dtype} positions for counts {self.counts}")
 
 
 def _checked(head: Tensor, tokens: int, number: int) -> Tensor:

@@ -181,8 +181,13 @@ class PlainLayer(CompressedLayer):
         return self.flat_keys[start:stop], self.flat_values[start:stop]
 
     def attend(self, query: Tensor, state: AttentionState) -> None:
-        group = query.shape[0] // self.surviving.kv_heads
-        for number in range(self.surviving.kv_heads):
+        kv_heads, counts = self.surviving.kv_heads, self.surviving.counts
+        if len(set(counts)) == 1:
+            keys, values = (part.view(kv_heads, counts[0], -1) for part in (self.flat_keys, self.flat_values))
+            state.fold(query, keys, values)
+            return
+        group = query.shape[0] // kv_heads
+        for number in range(kv_heads):
             mine = slice(number * group, (number + 1) * group)
             part = AttentionState(state.top[mine], state.total[mine], state.acc[mine])
             keys, values = self.head(number)
@@ -280,5 +285,5 @@ class CompressedKV:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors`` (a view of a large tensor counts whole)."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel()}
-    return sum(storages.values())
+    held = [(tensor.device, tensor.untyped_storage()) for tensor in tensors if tensor.numel()]
+    return sum({(device, storage.data_ptr()): storage.nbytes() for device, storage in held}.values())

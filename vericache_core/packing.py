@@ -37,8 +37,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.clone()
     count = codes.shape[-1]
-    padded = torch.nn.functional.pad(codes, (0, -count % 8))
-    lanes = padded.view(*codes.shape[:-1], -1, 8).to(torch.int32)
+    if 8 % bits == 0:  # a byte holds whole codes, so bytes can be built on their own
+        return (_split(codes, 8 // bits) << _shifts(bits, codes.device)).sum(-1, dtype=torch.uint8)
+    lanes = _split(codes, 8).to(torch.int32)
     words = (lanes << (torch.arange(8, dtype=torch.int32, device=codes.device) * bits)).sum(-1, dtype=torch.int32)
     shifts = torch.arange(bits, dtype=torch.int32, device=codes.device) * 8
     packed = ((words.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(-2)
@@ -56,11 +57,24 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         raise ValueError(f"{count} codes of {bits} bits take {packed_size(count, bits)} bytes, got {packed.shape[-1]}")
     if bits == 8:
         return packed.clone()
-    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bits))
-    groups = padded.view(*packed.shape[:-1], -1, bits).to(torch.int32)
+    if 8 % bits == 0:
+        codes = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)) & ((1 << bits) - 1)
+        return codes.flatten(-2)[..., :count].contiguous()
+    groups = _split(packed, bits).to(torch.int32)
     words = (groups << (torch.arange(bits, dtype=torch.int32, device=packed.device) * 8)).sum(-1, dtype=torch.int32)
     shifts = torch.arange(8, dtype=torch.int32, device=packed.device) * bits
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)[..., :count].contiguous()
+
+
+def _split(tensor: Tensor, size: int) -> Tensor:
+    """``[..., count]`` -> ``[..., ceil(count / size), size]``, filled up with zeros."""
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % size))
+    return padded.reshape(*tensor.shape[:-1], padded.shape[-1] // size, size)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """uint8 ``[8 // bits]``: where each code of a byte starts, lowest first."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 def _check(codes: Tensor, bits: int) -> None:

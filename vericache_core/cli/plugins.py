@@ -1,0 +1,115 @@
+"""``vericache plugins``: what is installed (imports nothing), does it load, and what does it offer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from vericache_core.cli.output import print_json, print_table
+from vericache_core.config import load_config
+from vericache_core.errors import UsageError, VeriCacheError
+from vericache_core.plugins.fields import option_fields
+from vericache_core.plugins.registry import Registry
+from vericache_core.plugins.schema import options_schema
+from vericache_core.plugins.spec import CAPABILITIES, CompressorSpec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``list``, ``check NAME...`` and ``show NAME``."""
+    actions = parser.add_subparsers(dest="action", metavar="{list,check,show}", required=True)
+    listing = actions.add_parser("list", help="installed compressors, from package metadata alone")
+    check = actions.add_parser("check", help="load compressors and say whether they work")
+    check.add_argument("names", nargs="+", metavar="NAME")
+    show = actions.add_parser("show", help="options and capabilities of a compressor")
+    show.add_argument("name", metavar="NAME")
+    for action in (listing, check, show):
+        action.add_argument("--json", action="store_true", help="machine-readable output")
+        action.add_argument("--config", metavar="FILE", help="TOML file whose [plugins] table counts")
+        action.add_argument("--no-plugins", action="store_true", help="only the compressors inside the core")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one of the actions."""
+    config = load_config(args.config)
+    registry = Registry.from_env(disable=config.disable_plugins, no_plugins=args.no_plugins)
+    if args.action == "list":
+        return _list(registry, as_json=args.json)
+    if args.action == "check":
+        return _check(registry, args.names, as_json=args.json)
+    return _show(registry, args.name, as_json=args.json)
+
+
+def _list(registry: Registry, *, as_json: bool) -> int:
+    infos = registry.list_plugins()
+    if as_json:
+        print_json("vericache.plugins.list/1", {"plugins": [dataclasses.asdict(info) for info in infos]})
+    else:
+        rows = [[info.name, info.distribution, info.version, info.status, info.reason or info.summary] for info in infos]
+        print_table(["NAME", "DISTRIBUTION", "VERSION", "STATUS", "SUMMARY"], rows)
+    return 0
+
+
+def _check(registry: Registry, names: list[str], *, as_json: bool) -> int:
+    """Load each compressor and build it with its default options. Exit 1 when one fails, 2 for an unknown name."""
+    results: list[dict[str, Any]] = []
+    code = 0
+    for name in names:
+        try:
+            spec = registry.spec(name)
+            registry.create(name)
+        except VeriCacheError as error:
+            if isinstance(error, UsageError) and len(names) == 1:
+                raise  # a name that is not installed is a mistake of the request, reported like any other
+            code = 1
+            facts = {"type": type(error).__name__, "message": error.message, "cause": error.cause, "hint": error.hint}
+            results.append({"name": name, "status": "failed", "error": facts})
+        else:
+            results.append({"name": name, "status": "ok", "api_version": spec.api_version, "origin": registry.origin(name)})
+    if as_json:
+        print_json("vericache.plugins.check/1", {"plugins": results})
+        return code
+    for result in results:
+        if result["status"] == "ok":
+            print(f"{result['name']}: OK (API version {result['api_version']}, {result['origin']})")
+        else:
+            facts = result["error"]
+            print(f"{result['name']}: FAILED: {facts['message']}" + (f" ({facts['cause']})" if facts["cause"] else ""))
+            if facts["hint"]:
+                print(f"  hint: {facts['hint']}")
+    return code
+
+
+def _show(registry: Registry, name: str, *, as_json: bool) -> int:
+    spec = registry.spec(name)
+    info = next(info for info in registry.list_plugins() if info.name == name)
+    if as_json:
+        facts = {
+            "name": spec.name,
+            "distribution": info.distribution,
+            "version": info.version,
+            "kind": spec.kind,
+            "api_version": spec.api_version,
+            "summary": spec.summary,
+            "origin": registry.origin(name),
+            "capabilities": {capability: spec.capability(capability) for capability in CAPABILITIES},
+            "options": options_schema(spec.options),
+        }
+        print_json("vericache.plugins.show/1", facts)
+        return 0
+    print(f"{spec.name}: {spec.summary}")
+    print(f"  {spec.kind}, {info.distribution} {info.version}, API version {spec.api_version}")
+    print(f"  {registry.origin(name)}")
+    _print_options(spec)
+    print("\ncapabilities:")
+    rows = [["  " + key, spec.capability(key), meaning] for key, (_, meaning) in CAPABILITIES.items()]
+    print_table(["  NAME", "SUPPORT", "MEANING"], rows)
+    return 0
+
+
+def _print_options(spec: CompressorSpec) -> None:
+    fields = option_fields(spec.options)
+    print("\noptions (-o name=value):" if fields else "\nno options")
+    if fields:
+        rows = [["  " + field.name, field.expectation, str(field.default), field.info.help] for field in fields.values()]
+        print_table(["  NAME", "VALUE", "DEFAULT", "MEANING"], rows)
