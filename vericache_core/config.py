@@ -151,18 +151,20 @@ def config_schema() -> dict[str, Any]:
 def read_file(file: str) -> dict[str, Any]:
     """Read and check a TOML file; every message names the file and the key or line."""
     try:
-        with Path(file).open("rb") as stream:
-            document = tomllib.load(stream)
+        text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"configuration file {file!r} does not exist") from None
     except OSError as error:
         raise ConfigError(f"configuration file {file!r} cannot be read", cause=error.strerror) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text", cause=str(error)) from error
-    except tomllib.TOMLDecodeError as error:  # its text ends in "(at line N, column M)"
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Its text ends in "(at line N, column M)" or "(at end of document)".
         line = re.search(r"at line (\d+)", str(error))
-        where = f"{file}:{line.group(1)}" if line else file
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+        number = line.group(1) if line else max(len(text.splitlines()), 1)
+        raise ConfigError(f"{file}:{number}: not valid TOML: {error}") from error
     plugins = document.pop("plugins", {})
     if not isinstance(plugins, dict):
         raise ConfigError(f"{file}: plugins: expected a table")

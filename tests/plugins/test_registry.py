@@ -293,7 +293,7 @@ def test_two_distributions_with_one_name_are_both_refused(plugin_folder: Path) -
     with pytest.raises(PluginConflictError, match=r"dist-one 0.1 and dist-two 0.1"):
         registry.spec("same")
     assert registry.spec("good").name == "good"
-    assert Registry(disable=["Dist_Two"]).spec("same").factory.__module__ == "dist_one"  # type: ignore[attr-defined]  # a class here
+    assert Registry(disable=["Dist_Two"]).spec("same").factory.__module__ == "dist_one"
     shutil.rmtree(second)  # uninstalled while the process runs
     assert registry.spec("same").name == "same"
 

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vericache_core._version import __version__
+from vericache_core.cli import main as cli
+from vericache_core.cli.output import color_enabled
+from vericache_core.errors import ConfigError, PluginLoadError
+
+ROOT = Path(__file__).parents[2]
+Command = Callable[[Callable[[Any], int]], None]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Install a command named ``fake`` that runs a given function."""
+
+    def install(run: Callable[[Any], int]) -> None:
+        module = types.ModuleType("vericache_core.cli.fake")
+        vars(module).update(add_arguments=lambda parser: parser.add_argument("--number", type=int), run=run)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "fake": "for tests"})
+
+    monkeypatch.delenv("VERICACHE_DEBUG", raising=False)
+    return install
+
+
+def raising(error: BaseException) -> Callable[[Any], int]:
+    def run(args: Any) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"]):
+        assert cli.main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out for name in cli.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vericache {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--version"], ["plugins", "list"], ["plugins", "list", "--json"], ["config", "show"], ["config", "schema"]],
+)
+def test_quick_answers_import_nothing_heavy(argv: list[str]) -> None:
+    """A test of time would be flaky; these imports are what would make it slow."""
+    code = (
+        f"import sys; from vericache_core.cli.main import main; code = main({argv!r})\n"
+        "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pluggy') if m in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason", "hint"),
+    [
+        (["plugin"], "unknown command 'plugin'; did you mean 'plugins'?", "commands:"),
+        (["--nonsense"], "unrecognized arguments: --nonsense", "vericache --help"),
+        (["plugins"], "required", "vericache plugins --help"),
+        (["plugins", "lst"], "invalid choice: 'lst'", "vericache plugins --help"),
+        (["plugins", "list", "--jso"], "unrecognized arguments: --jso", "vericache plugins --help"),
+    ],
+)
+def test_usage_errors_are_one_line_and_a_hint(
+    argv: list[str], reason: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    error, second = captured.err.splitlines()
+    assert error.startswith("vericache: error: ")
+    assert reason in error
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+def test_our_errors_give_their_exit_code_cause_and_hint(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(raising(ConfigError("no\ngood", cause="a\nb", hint="do this")))
+    assert cli.main(["fake"]) == 2
+    assert capsys.readouterr().err == "vericache: error: no good (a b)\nhint: do this\n"
+    command(raising(PluginLoadError("broken")))
+    assert cli.main(["fake"]) == 1
+    assert capsys.readouterr().err == "vericache: error: broken\n"
+
+
+def test_a_bug_is_reported_and_debug_shows_the_traceback(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raising(ZeroDivisionError("oops")))
+    assert cli.main(["fake"]) == 1
+    err = capsys.readouterr().err
+    assert "internal error: ZeroDivisionError: oops" in err
+    assert "VERICACHE_DEBUG=1" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("VERICACHE_DEBUG", "1")
+    assert cli.main(["fake"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_commands_own_exit_code_and_arguments(command: Command) -> None:
+    command(lambda args: int(args.number))
+    assert cli.main(["fake", "--number", "5"]) == 5
+
+
+def test_ctrl_c_says_so_and_exits_130(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(raising(KeyboardInterrupt()))
+    assert cli.main(["fake"]) == 130
+    assert capsys.readouterr().err == "vericache: interrupted\n"
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    code = (
+        "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
+        "from vericache_core.cli.main import main; sys.exit(main(['config', 'schema']))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+    assert child.wait() == 141
+    child.stderr.close()
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal: Any = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert color_enabled(terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not color_enabled(terminal)
+    monkeypatch.delenv("NO_COLOR")
+    assert not color_enabled(types.SimpleNamespace(isatty=lambda: False))  # type: ignore[arg-type]  # enough of a stream
