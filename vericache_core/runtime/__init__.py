@@ -1,0 +1,1 @@
+"""The runtime: request, draft, verify, commit. One idea a file; no file here names a compressor."""
