@@ -14,7 +14,8 @@ MANIFESTS  := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
 STAMP      := $(VENV)/.installed
 TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(addsuffix /tests,$(PACKAGES)) benchmarks)
 # mypy does not see through the import hooks of editable installs, so it is told where the sources are.
-SOURCES    := $(subst $(eval ) ,:,$(addsuffix /src,$(PACKAGES)))
+EMPTY      :=
+SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES)))
 
 CONTEXT    ?= LICENSE
 QUESTION   ?= What may I do with this work?

@@ -124,18 +124,38 @@ def test_ctrl_c_says_so_and_exits_130(command: Command, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "vericache: interrupted\n"
 
 
-def test_a_closed_pipe_is_quiet() -> None:
+def test_warnings_look_like_every_other_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VERICACHE_WINDW", "3")
+    for _ in range(2):  # not twice in one run, however often main is called
+        assert cli.main(["config", "show", "--json"]) == 0
+        err = capsys.readouterr().err
+        assert err.startswith("vericache: warning: ignored environment variable VERICACHE_WINDW")
+        assert err.count("\n") == 1
+
+
+def test_python_dash_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vericache_core", "--version"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"vericache {__version__}\n")
+
+
+@pytest.mark.parametrize("buffering", ["line_buffering=True", "line_buffering=False"])
+def test_a_closed_pipe_is_quiet(buffering: str) -> None:
+    """Whether it is noticed while writing or only when the buffer is flushed at the end."""
     code = (
-        "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
+        f"import sys; sys.stdout.reconfigure({buffering}); sys.stdin.read()\n"
         "from vericache_core.cli.main import main; sys.exit(main(['config', 'schema']))"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.stderr is not None
-    assert child.stderr.read() == b""
-    assert child.wait() == 141
-    child.stderr.close()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT) as child:
+        assert child.stdin
+        assert child.stdout
+        assert child.stderr
+        child.stdout.close()
+        child.stdin.close()  # only now does it write
+        assert child.stderr.read() == b""
+        assert child.wait() == 141
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

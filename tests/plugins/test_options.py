@@ -21,6 +21,7 @@ class Sample(Options):
     bits: int = option(4, help="bits per value", unit="bits", choices=(2, 4, 8))
     group: int = option(32, help="values per scale", ge=1)
     power: float = option(1.0, help="exponent", gt=0, lt=10)
+    shift: float = option(0.0, help="unbounded")
     fast: bool = option(False, help="be quick")
     mode: Literal["sum", "mean"] = option("mean", help="reducer")
     level: Literal[1, 2] = option(1, help="level")
@@ -60,7 +61,7 @@ def test_dashes_and_underscores_name_the_same_option() -> None:
         ("bits", 3), ("bits", "3"), ("bits", 4.0), ("bits", True), ("bits", None), ("bits", "4.0"),
         ("group", 0), ("group", "-1"), ("group", "many"),
         ("power", 0), ("power", 10), ("power", "nan"), ("power", float("nan")), ("power", "inf"), ("power", 10**400),
-        ("power", True), ("fast", 1), ("fast", "maybe"), ("mode", "max"), ("level", True), ("level", "1.0"),
+        ("power", True), ("shift", "nan"), ("shift", float("inf")), ("shift", "-inf"), ("fast", 1), ("fast", "maybe"), ("mode", "max"), ("level", True), ("level", "1.0"),
         ("seed", -1), ("label", 3), ("layers", [0, -1]), ("layers", "0,x"), ("layers", 3),
     ],
 )  # fmt: skip
@@ -198,6 +199,11 @@ def test_pairs() -> None:
 )
 def test_keep_counts(tokens: int, keep: float, expected: int) -> None:
     assert Budget(keep=keep).kept_tokens(tokens) == expected
+
+
+def test_every_hundredth_of_a_hundred_is_exact() -> None:
+    """Binary floats fail this: ``int(0.29 * 100)`` is 28."""
+    assert [Budget(keep=percent / 100).kept_tokens(100) for percent in range(1, 101)] == list(range(1, 101))
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10_000))

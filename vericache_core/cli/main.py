@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from vericache_core._version import __version__
-from vericache_core.cli.output import debug_enabled, report_error
+from vericache_core.cli.output import debug_enabled, report_error, show_warnings
 from vericache_core.cli.parser import Parser
 from vericache_core.errors import UsageError, VeriCacheError
 from vericache_core.plugins.fields import did_you_mean
@@ -34,6 +34,7 @@ BROKEN_PIPE: Final = 141  # what a shell reports for a program that SIGPIPE ende
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an expected error."""
+    show_warnings()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a closed pipe is noticed inside the try

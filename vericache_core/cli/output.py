@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,20 @@ def report_error(message: str, *, cause: str | None = None, hint: str | None = N
     print(f"vericache: {red}error:{reset} {text}", file=sys.stderr)
     if hint:
         print(f"{dim}hint:{reset} {one_line(hint)}", file=sys.stderr)
+
+
+class LogHandler(logging.Handler):
+    """Writes our warnings in the form of every other line; looks stderr up each time, as tests replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def show_warnings() -> None:
+    """Send the warnings of the whole package to stderr, once per process."""
+    logger = logging.getLogger("vericache")
+    if not any(isinstance(handler, LogHandler) for handler in logger.handlers):
+        logger.addHandler(LogHandler(logging.WARNING))
 
 
 def one_line(text: str) -> str:

@@ -230,18 +230,18 @@ class Registry:
         return ""
 
     def _plugin(self, name: str) -> LoadedPlugin:
-        with self._lock:
-            if name in self._loaded:
-                return self._loaded[name]
+        """Return a plugin, loaded if need be. The caller holds the lock."""
+        if name in self._loaded:
+            return self._loaded[name]
+        claims = self._claims(name)
+        if len(claims) != 1:  # packages may have come or gone since the metadata was read
+            self.refresh()
             claims = self._claims(name)
-            if len(claims) != 1:  # packages may have come or gone since the metadata was read
-                self.refresh()
-                claims = self._claims(name)
-            if not claims or not is_valid_name(name):
-                raise self._unknown(name)
-            if len(claims) > 1:
-                raise _conflict(name, claims)
-            return self._load(claims[0])
+        if not claims or not is_valid_name(name):
+            raise self._unknown(name)
+        if len(claims) > 1:
+            raise _conflict(name, claims)
+        return self._load(claims[0])
 
     def _load(self, candidate: Candidate) -> LoadedPlugin:
         from vericache_core.plugins.loader import load  # pluggy is imported only when something is loaded
