@@ -51,9 +51,10 @@ class Detokenizer:
     def __init__(self, decode: TextDecoder) -> None:
         self._decode = decode
         self._ids: list[int] = []  # all but skipped ones
-        self._start = 0  # of the window
-        self._known = 0  # ids before here are released; _start <= _known
-        self._context = ""  # decode(ids[_start:_known])
+        self._start = 0  # of the window, which ends with the newest id
+        self._known = 0  # the text of ids before here is out; _start <= _known
+        self._context = ""  # decode(ids[_start:_known]), the text that only serves to decode the rest in context
+        self._shown = 0  # characters of the window's text that are context or released
         self._pieces: list[str] = []
         self._finished = False
 
@@ -68,11 +69,12 @@ class Detokenizer:
         text = self._decode(self._ids[self._start :])
         if len(text) <= len(self._context) or not text.startswith(self._context):
             return ""
-        if not text.endswith(REPLACEMENT):
-            return self._release(text, len(self._ids))
+        settled = len(text.rstrip(REPLACEMENT))
+        if settled == len(text):
+            return self._release(text, settled, upto=len(self._ids))
         if len(self._ids) - self._known >= _LONG_WINDOW:
-            return self._release_settled(text)
-        return ""
+            return self._release_invalid(text)
+        return self._release(text, settled)
 
     def finish(self) -> str:
         """Return the rest, an incomplete character included (as U+FFFD); no more ids can be added."""
@@ -85,7 +87,7 @@ class Detokenizer:
         if everything.startswith(released):
             rest = everything[len(released) :]
         else:  # the decoder changed text that was out already; the window is the best that can be had
-            rest = self._decode(self._ids[self._start :])[len(self._context) :]
+            rest = self._decode(self._ids[self._start :])[self._shown :]
         self._pieces.append(rest)
         return rest
 
@@ -98,17 +100,26 @@ class Detokenizer:
         """Raise AssertionError if the window is inconsistent or released text is not a prefix of the whole."""
         assert 0 <= self._start <= self._known <= len(self._ids), "window out of order"
         assert self._context == (self._decode(self._ids[self._start : self._known]) if self._known else ""), "stale context"
+        assert self._shown >= len(self._context), "context counted as text"
         assert self._decode(self._ids).startswith(self.text), "released text is not a prefix of the whole"
 
-    def _release(self, text: str, upto: int) -> str:
-        """Release what ``text``, the window decoded up to id number ``upto``, adds; the next window starts behind it."""
-        piece = text[len(self._context) :]
-        self._start, self._known = self._known, upto
-        self._context = self._decode(self._ids[self._start : self._known])
-        self._pieces.append(piece)
+    def _release(self, text: str, end: int, *, upto: int | None = None) -> str:
+        """Release ``text``, the window's, to its character ``end``; with ``upto`` move the window there.
+
+        ``text`` is then the text of the window to id number ``upto``; more than that may be out already.
+        """
+        piece = text[self._shown : end]
+        shown = max(self._shown, end)
+        if upto is not None:
+            self._start, self._known = self._known, upto
+            self._context = self._decode(self._ids[self._start : upto])
+            shown += len(self._context) - len(text)
+        self._shown = shown
+        if piece:
+            self._pieces.append(piece)
         return piece
 
-    def _release_settled(self, text: str) -> str:
+    def _release_invalid(self, text: str) -> str:
         """In a long run of invalid bytes, release what later bytes cannot change.
 
         A cut is safe where decoding both sides apart gives the same text (inside a character it would not) and
@@ -120,7 +131,7 @@ class Detokenizer:
                 continue
             head = self._decode(self._ids[self._start : cut])
             if head + tail == text and len(head) > len(self._context):
-                return self._release(head, cut)
+                return self._release(head, len(head), upto=cut)
         return ""
 
 
