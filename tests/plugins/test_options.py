@@ -61,7 +61,8 @@ def test_dashes_and_underscores_name_the_same_option() -> None:
         ("bits", 3), ("bits", "3"), ("bits", 4.0), ("bits", True), ("bits", None), ("bits", "4.0"),
         ("group", 0), ("group", "-1"), ("group", "many"),
         ("power", 0), ("power", 10), ("power", "nan"), ("power", float("nan")), ("power", "inf"), ("power", 10**400),
-        ("power", True), ("shift", "nan"), ("shift", float("inf")), ("shift", "-inf"), ("fast", 1), ("fast", "maybe"), ("mode", "max"), ("level", True), ("level", "1.0"),
+        ("power", True), ("shift", "nan"), ("shift", float("inf")),
+        ("shift", "-inf"), ("fast", 1), ("fast", "maybe"), ("mode", "max"), ("level", True), ("level", "1.0"),
         ("seed", -1), ("label", 3), ("layers", [0, -1]), ("layers", "0,x"), ("layers", 3),
     ],
 )  # fmt: skip

@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an expected error."""
     show_warnings()
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        try:
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit as done:  # argparse after --help or --version
+            code = done.code if isinstance(done.code, int) else 0
         sys.stdout.flush()  # here, so that a closed pipe is noticed inside the try
     except VeriCacheError as error:
         _show_traceback()
@@ -50,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`vericache ... | head`). Python flushes stdout once more at exit and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except SystemExit as error:  # argparse after --help or --version
-        return error.code if isinstance(error.code, int) else 0
     except Exception as error:  # noqa: BLE001  # the last line of defence: a bug is reported, not dumped
         _show_traceback()
         hint = None if debug_enabled() else "this is a bug; VERICACHE_DEBUG=1 shows the traceback"
