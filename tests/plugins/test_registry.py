@@ -386,6 +386,19 @@ def test_registering_in_process(plugin_folder: Path) -> None:
     assert registry.spec("good").name == "good"
 
 
+def test_without_disables_more_and_keeps_the_rest(plugin_folder: Path) -> None:
+    install(plugin_folder, "good")
+    install(plugin_folder, "other")
+    registry = Registry(disable=["other"])
+    registry.register(in_process("mine"))
+    registry.register(in_process("yours"))
+    assert registry.without([]) is registry
+    assert registry.without(["other"]) is registry
+    less = registry.without(["good", "yours", "random"])
+    assert less.names() == ["adversarial", "identity", "mine"]
+    assert registry.names() == ["adversarial", "good", "identity", "mine", "random", "yours"]
+
+
 def test_a_factory_that_fails_or_returns_no_compressor() -> None:
     def explode(options: Any) -> Any:
         raise ZeroDivisionError("in the factory")

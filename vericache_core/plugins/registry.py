@@ -101,6 +101,25 @@ class Registry:
             discover=not no_plugins,
         )
 
+    def without(self, disable: Iterable[str]) -> Registry:
+        """Return a registry like this one that also disables some names; this one when there are none.
+
+        In-process specs carry over unless they are disabled; plugins load anew (their modules do not).
+        """
+        names = frozenset(disable)
+        if names <= self._disable:
+            return self
+        other = Registry(
+            allow=self._allow,
+            disable=self._disable | names,
+            strict=self._strict,
+            trace=self._trace,
+            discover=self._discover,
+        )
+        other._registered = {name: spec for name, spec in self._registered.items() if name not in names}
+        other._frozen = self._frozen
+        return other
+
     # -- listing ---------------------------------------------------------------------------------
 
     def list_plugins(self) -> list[PluginInfo]:
