@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tests.runtime.toys import speculate, toy_logits
 from vericache_core.errors import ConfigError, NonFiniteError, VeriCacheError
-from vericache_core.runtime.choose import Choice, TokenChooser, top_entries
+from vericache_core.runtime.choose import Choice, TokenChooser, to_float32, top_entries
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.topk import first_argmax
 
@@ -41,6 +42,25 @@ def test_values_that_differ_only_below_bfloat16_are_a_tie_there_and_not_in_float
     logits = torch.tensor([0.0, 1.0, 1.0 + 1e-4, 0.5])
     assert chooser_for(vocab=4).choose(logits, []).token == 2
     assert chooser_for(vocab=4).choose(logits.bfloat16(), []).token == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_conversion_to_float32_is_that_of_torch(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(2**15), 2**15, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
+    values = bits.view(torch.float16 if dtype is torch.float16 else torch.bfloat16).to(dtype)
+    for logits in (values, values[::3]):
+        found, expected = to_float32(logits), logits.float().numpy()
+        assert found.dtype == np.float32
+        assert np.array_equal(found, expected, equal_nan=True)
+        assert np.array_equal(np.signbit(found), np.signbit(expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_finite_logits_that_a_penalty_overflows_still_give_a_token(temperature: float) -> None:
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1e38, temperature=temperature)
+    logits = torch.full((VOCAB,), -1.0)
+    logits[4] = -3e38
+    assert chooser_for(params).choose(logits, [4, 4, 4, 4]).token != 4
 
 
 def test_signed_zeros_are_equal() -> None:
@@ -114,7 +134,7 @@ def test_logprobs_are_those_of_the_raw_logits(count: int, temperature: float) ->
 @given(st.lists(st.integers(0, 3) | st.just(-INF), min_size=1, max_size=40), st.integers(0, 45))
 def test_top_entries_order_ties_by_id(values: list[float], count: int) -> None:
     expected = sorted(enumerate(values), key=lambda entry: (-entry[1], entry[0]))[:count]
-    assert top_entries(torch.tensor(values, dtype=torch.float32), count) == tuple(expected)
+    assert top_entries(np.array(values, dtype=np.float32), count) == tuple(expected)
 
 
 class Recorder:

@@ -43,9 +43,14 @@ def ours(params: SamplingParams, prompt: list[int], generated: list[int], logits
     history.sync(generated)
     history.check_integrity()
     chain = built_in_processors(params, eos_ids=EOS, ending_ids=EOS, vocab_size=len(logits), encode=None)
+    values = logits.numpy()
     for processor in chain:
-        logits = processor(history, logits)
-    return logits
+        values = processor(history, values)
+    return torch.from_numpy(values)
+
+
+def filtered(params: SamplingParams, logits: Tensor) -> Tensor:
+    return torch.from_numpy(filter_logits(params, logits.numpy()))
 
 
 def theirs(processors: list[Any], prompt: list[int], generated: list[int], logits: Tensor) -> Tensor:
@@ -130,14 +135,14 @@ def test_filters(seed: int, temperature: float, top_k: int | None, top_p: float 
     chain += [TopKLogitsWarper(top_k)] if top_k is not None else []
     chain += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
     chain += [MinPLogitsWarper(min_p)] if min_p is not None else []
-    assert torch.equal(filter_logits(params, logits), theirs(chain, [0], [], logits))
+    assert torch.equal(filtered(params, logits), theirs(chain, [0], [], logits))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.floats(0.05, 0.99))
 def test_top_p_keeps_lower_ids_of_a_tie(levels: list[int], top_p: float) -> None:
     """Against a plain loop over (value, id) pairs, on logits that are nearly all ties."""
     logits = torch.tensor(levels, dtype=torch.float32)
-    kept = torch.isfinite(filter_logits(SamplingParams(temperature=1.0, top_p=top_p), logits))
+    kept = torch.isfinite(filtered(SamplingParams(temperature=1.0, top_p=top_p), logits))
     order = sorted(range(len(levels)), key=lambda token: (levels[token], -token))
     mass = torch.softmax(logits[order], dim=-1).cumsum(dim=-1)
     expected = torch.zeros(len(levels), dtype=torch.bool)
@@ -148,11 +153,12 @@ def test_top_p_keeps_lower_ids_of_a_tie(levels: list[int], top_p: float) -> None
 
 def test_tiny_temperature_does_not_overflow() -> None:
     logits = torch.tensor([1.0, 5.0, 4.9, float("-inf")])
-    for shift in (0.0, -9.0):
-        filtered = filter_logits(SamplingParams(temperature=1e-40, top_p=0.9, min_p=0.1), logits + shift)
-        assert filtered.argmax() == 1
-        assert not torch.isnan(filtered).any()
-        assert torch.isfinite(filtered).sum() == 1
+    for temperature in (1e-40, 1e-300):
+        for shift in (0.0, -9.0):
+            found = filtered(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1), logits + shift)
+            assert found.argmax() == 1
+            assert not torch.isnan(found).any()
+            assert torch.isfinite(found).sum() == 1
 
 
 def test_ids_beyond_the_logits_are_ignored() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vericache_core.errors import NonFiniteError, VeriCacheError
 from vericache_core.runtime.noise import NoiseCache
-from vericache_core.runtime.processors import NEG_INF, TokenHistory, built_in_processors, filter_logits
+from vericache_core.runtime.processors import NEG_INF, Floats, TokenHistory, built_in_processors, filter_logits
 from vericache_core.runtime.sampling_params import LogitsProcessor, SamplingParams, stop_ids
 
 
@@ -99,7 +99,7 @@ class TokenChooser:
         """
         if logits.shape != (self.vocab_size,):
             return 0
-        values = logits.detach().to("cpu", torch.float32)
+        values = to_float32(logits)
         if not _usable(values):
             return 0
         token, best, _ = _argmax(self._scores(self._process(values, generated), len(generated)))
@@ -128,27 +128,28 @@ class TokenChooser:
         self._newest = (generated, choice)
         return choice
 
-    def _raw(self, logits: Tensor) -> Tensor:
+    def _raw(self, logits: Tensor) -> Floats:
         if logits.shape != (self.vocab_size,):
             raise VeriCacheError(f"expected logits of shape ({self.vocab_size},), got {tuple(logits.shape)}")
-        values = logits.detach().to("cpu", torch.float32)
+        values = to_float32(logits)
         if not _usable(values):
             raise NonFiniteError("the model's logits hold NaN or +inf, or nothing but -inf")
         return values
 
-    def _process(self, values: Tensor, generated: Sequence[int]) -> Tensor:
+    def _process(self, values: Floats, generated: Sequence[int]) -> Floats:
         if self._built_in:
             self._history.sync(generated)
-            for processor in self._built_in:
-                values = processor(self._history, values)
+            with np.errstate(over="ignore"):  # an infinity is found where the token is chosen
+                for processor in self._built_in:
+                    values = processor(self._history, values)
         return values
 
-    def _scores(self, values: Tensor, position: int) -> Tensor:
+    def _scores(self, values: Floats, position: int) -> Floats:
         if self.params.greedy or not _usable(values):
             return values
         return filter_logits(self.params, values) + self._noise.at(position)
 
-    def _decide(self, raw: Tensor, values: Tensor, position: int) -> Choice:
+    def _decide(self, raw: Floats, values: Floats, position: int) -> Choice:
         scores = self._scores(values, position)
         token, best, second = _argmax(scores)
         if not np.isfinite(best):
@@ -159,34 +160,43 @@ class TokenChooser:
         margin = float("inf") if second == NEG_INF else best - second
         if self.params.logprobs is None:
             return Choice(token, margin)
-        logprobs = torch.log_softmax(raw, dim=-1)
+        logprobs = torch.log_softmax(torch.from_numpy(raw), dim=-1).numpy()
         return Choice(token, margin, float(logprobs[token]), top_entries(logprobs, self.params.logprobs))
 
 
-def top_entries(values: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def top_entries(values: Floats, count: int) -> tuple[tuple[int, float], ...]:
     """The ``count`` largest entries of ``[vocab]`` as (id, value), largest first, lower id first among equals."""
     count = min(count, len(values))
     if count == 0:
         return ()
-    ids = torch.nonzero(values >= torch.topk(values, count).values[-1]).flatten()
-    order = torch.sort(values[ids], descending=True, stable=True).indices[:count]
-    return tuple(zip(ids[order].tolist(), values[ids[order]].tolist(), strict=True))
+    ids = np.flatnonzero(values >= np.partition(values, len(values) - count)[len(values) - count])
+    ids = ids[np.argsort(-values[ids], kind="stable")[:count]]
+    return tuple(zip(ids.tolist(), values[ids].tolist(), strict=True))
 
 
-def _argmax(scores: Tensor) -> tuple[int, float, float]:
+def to_float32(logits: Tensor) -> Floats:
+    """The values as float32 on the CPU, exactly; shares memory with float32 logits that are there already."""
+    logits = logits.detach().cpu()
+    if logits.dtype is torch.bfloat16:  # numpy has no bfloat16, which is the upper half of a float32
+        return (logits.contiguous().view(torch.uint16).numpy().astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(over="ignore"):  # from float64, as torch does
+        values: Floats = logits.numpy().astype(np.float32, copy=False)
+    return values
+
+
+def _argmax(scores: Floats) -> tuple[int, float, float]:
     """(id, best, second best) of float32 ``[vocab]``: lowest id among ties; best is NaN if any entry is."""
     # numpy's argmax returns the first maximum and treats NaN as larger than anything; it is 40 times faster
     # here than torch.argmax. `first_argmax` is the reference that the tests compare with.
-    array = scores.numpy()
-    token = int(array.argmax())
-    rest = (array[:token], array[token + 1 :])
+    token = int(scores.argmax())
+    rest = (scores[:token], scores[token + 1 :])
     second = max((float(part.max()) for part in rest if len(part)), default=NEG_INF)
-    return token, float(array[token]), second
+    return token, float(scores[token]), second
 
 
-def _usable(values: Tensor) -> bool:
+def _usable(values: Floats) -> bool:
     """No NaN, no +inf, and something larger than -inf."""
-    return bool(np.isfinite(values.numpy().max())) if len(values) else False
+    return bool(np.isfinite(values.max())) if len(values) else False
 
 
 def _own_copy(processor: LogitsProcessor) -> LogitsProcessor:
@@ -194,11 +204,11 @@ def _own_copy(processor: LogitsProcessor) -> LogitsProcessor:
     return clone() if callable(clone) else processor
 
 
-def _run(processor: LogitsProcessor, prefix: tuple[int, ...], values: Tensor) -> Tensor:
+def _run(processor: LogitsProcessor, prefix: tuple[int, ...], values: Floats) -> Floats:
     name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
     result: Any
     try:
-        result = processor(prefix, values.clone())
+        result = processor(prefix, torch.from_numpy(values.copy()))
     except Exception as error:
         raise VeriCacheError(
             f"logits processor {name} failed after {len(prefix)} tokens", cause=f"{type(error).__name__}: {error}"
@@ -209,7 +219,7 @@ def _run(processor: LogitsProcessor, prefix: tuple[int, ...], values: Tensor) ->
             f"logits processor {name} returned {got}, expected a tensor of shape {tuple(values.shape)}",
             hint="return the processed logits, also when they are changed in place",
         )
-    processed: Tensor = result.detach().to("cpu", torch.float32)
+    processed = to_float32(result)
     if not _usable(processed):
         raise NonFiniteError(
             f"logits processor {name} returned NaN or +inf, or nothing but -inf",

@@ -9,12 +9,12 @@ counter-based (Philox 4x64), so position 1000 costs what position 0 costs, and n
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+Floats: TypeAlias = npt.NDArray[np.float32]
 _CACHE_BYTES = 8 << 20
 _CACHE_POSITIONS = 40  # more than the longest window, so a verify finds what its drafts left
 
@@ -30,7 +30,7 @@ def raw_bits(seed: int, position: int, count: int) -> npt.NDArray[np.uint64]:
     return np.random.Philox(key=np.array([seed, position], dtype=np.uint64)).random_raw(count)
 
 
-def gumbel(seed: int, position: int, vocab: int) -> Tensor:
+def gumbel(seed: int, position: int, vocab: int) -> Floats:
     """Standard Gumbel noise for one token position.
 
     Args:
@@ -39,26 +39,28 @@ def gumbel(seed: int, position: int, vocab: int) -> Tensor:
         vocab: how many values.
 
     Returns:
-        float32 ``[vocab]`` on the CPU, always finite; value ``i`` does not depend on ``vocab``.
+        float32 ``[vocab]``, always finite; value ``i`` does not depend on ``vocab``.
     """
     # 52 bits and a half: exact in float64 and never 0 or 1, whose logarithms would be infinite.
     uniform = ((raw_bits(seed, position, vocab) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+    noise: Floats = (-np.log(-np.log(uniform))).astype(np.float32)
+    return noise
 
 
 class NoiseCache:
-    """`gumbel` of one seed, remembering the newest positions. The tensors are shared: do not write to them."""
+    """`gumbel` of one seed, remembering the newest positions. The arrays are shared and read-only."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self._seed, self._vocab = seed, vocab
         self._limit = max(2, min(_CACHE_POSITIONS, _CACHE_BYTES // (4 * max(1, vocab))))
-        self._kept: OrderedDict[int, Tensor] = OrderedDict()
+        self._kept: OrderedDict[int, Floats] = OrderedDict()
 
-    def at(self, position: int) -> Tensor:
+    def at(self, position: int) -> Floats:
         """The noise of ``position``, float32 ``[vocab]``."""
         noise = self._kept.get(position)
         if noise is None:
             noise = self._kept[position] = gumbel(self._seed, position, self._vocab)
+            noise.setflags(write=False)
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
         return noise

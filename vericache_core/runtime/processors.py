@@ -1,7 +1,8 @@
 """The built-in logits processors: pure functions of the prefix and the logits.
 
 Nothing here counts calls or remembers drafts: the penalties of a prefix are worked out from the prefix. Each
-function returns a new tensor. Order, as in ``transformers``:
+function returns a new array. They work on numpy arrays because the arrays are small: torch would split such
+an operation over threads, and on a busy machine wait for them far longer than the work takes. Order, as in ``transformers``:
 
 1. repetition penalty (prompt and generated), then frequency and presence penalty (generated only);
 2. no-repeat n-gram, bad words (prompt and generated);
@@ -18,14 +19,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.sampling_params import SamplingParams
 
 NEG_INF = float("-inf")
+_MASKED = np.float32(NEG_INF)
+_SMALLEST = np.float32(1e-45)  # a temperature below that is 0 in float32
 Ids: TypeAlias = npt.NDArray[np.int64]
-BuiltIn: TypeAlias = Callable[["TokenHistory", Tensor], Tensor]
+Floats: TypeAlias = npt.NDArray[np.float32]
+BuiltIn: TypeAlias = Callable[["TokenHistory", Floats], Floats]
 
 
 class TokenHistory:
@@ -68,20 +71,24 @@ class TokenHistory:
         assert self.generated.tolist() == self._mirror, "history array and mirror differ"
 
 
-def repetition_penalty(ids: Ids, logits: Tensor, penalty: float) -> Tensor:
+def repetition_penalty(ids: Ids, logits: Floats, penalty: float) -> Floats:
     """Divide positive logits of ids in the prefix by ``penalty`` and multiply negative ones by it."""
     seen = _known(ids, logits)
     picked = logits[seen]
-    return logits.scatter(0, seen, torch.where(picked < 0, picked * penalty, picked / penalty))
+    result = logits.copy()
+    result[seen] = np.where(picked < 0, picked * np.float32(penalty), picked / np.float32(penalty))
+    return result
 
 
-def count_penalties(generated: Ids, logits: Tensor, frequency: float, presence: float) -> Tensor:
+def count_penalties(generated: Ids, logits: Floats, frequency: float, presence: float) -> Floats:
     """Subtract ``frequency * count + presence`` from the logit of each generated id, as the OpenAI API does."""
-    seen, counts = torch.unique(_known(generated, logits), return_counts=True)
-    return logits.scatter(0, seen, logits[seen] - frequency * counts.to(logits.dtype) - presence)
+    seen, counts = np.unique(_known(generated, logits), return_counts=True)
+    result = logits.copy()
+    result[seen] = logits[seen] - np.float32(frequency) * counts.astype(np.float32) - np.float32(presence)
+    return result
 
 
-def no_repeat_ngram(ids: Ids, logits: Tensor, size: int) -> Tensor:
+def no_repeat_ngram(ids: Ids, logits: Floats, size: int) -> Floats:
     """Mask every id that would complete an n-gram that the prefix holds already."""
     if len(ids) < size:
         return logits
@@ -90,7 +97,7 @@ def no_repeat_ngram(ids: Ids, logits: Tensor, size: int) -> Tensor:
     return _masked(logits, windows[matches, -1])
 
 
-def bad_words(ids: Ids, logits: Tensor, words: Iterable[tuple[int, ...]]) -> Tensor:
+def bad_words(ids: Ids, logits: Floats, words: Iterable[tuple[int, ...]]) -> Floats:
     """Mask the last id of each word whose other ids end the prefix."""
     words = list(words)
     longest = max(len(word) for word in words)
@@ -99,28 +106,30 @@ def bad_words(ids: Ids, logits: Tensor, words: Iterable[tuple[int, ...]]) -> Ten
     return _masked(logits, np.asarray(banned, dtype=np.int64))
 
 
-def min_new_tokens(generated: Ids, logits: Tensor, minimum: int, ending: Ids) -> Tensor:
+def min_new_tokens(generated: Ids, logits: Floats, minimum: int, ending: Ids) -> Floats:
     """Mask the ids that would end the output while fewer than ``minimum`` are generated."""
     return _masked(logits, ending) if len(generated) < minimum else logits
 
 
-def filter_logits(params: SamplingParams, logits: Tensor) -> Tensor:
+def filter_logits(params: SamplingParams, logits: Floats) -> Floats:
     """Temperature, top-k, top-p and min-p; removed ids get -inf.
 
     Top-k keeps all ids that tie with the k-th. At the edge of top-p the lower ids of a tie are kept. A
     temperature so small that the division overflows is applied to the logits minus their maximum.
     """
-    scaled = logits / params.temperature
-    if not torch.isfinite(scaled.max()):
-        scaled = (logits - logits.max()) / params.temperature
+    temperature = np.float32(params.temperature) or _SMALLEST
+    with np.errstate(over="ignore"):  # looked at right below
+        scaled = logits / temperature
+        if not np.isfinite(scaled.max()):
+            scaled = (logits - logits.max()) / temperature
     if params.top_k is not None:
-        threshold = torch.topk(scaled, min(params.top_k, len(scaled))).values[-1]
-        scaled = scaled.masked_fill(scaled < threshold, NEG_INF)
+        threshold = float(torch.topk(torch.from_numpy(scaled), min(params.top_k, len(scaled))).values[-1])
+        scaled = np.where(scaled < threshold, _MASKED, scaled)
     if params.top_p is not None and params.top_p < 1.0:
         scaled = _top_p(scaled, params.top_p)
     if params.min_p is not None:
-        probabilities = torch.softmax(scaled, dim=-1)
-        scaled = scaled.masked_fill(probabilities < params.min_p * probabilities.max(), NEG_INF)
+        probabilities = torch.softmax(torch.from_numpy(scaled), dim=-1).numpy()
+        scaled = np.where(probabilities < np.float32(params.min_p) * probabilities.max(), _MASKED, scaled)
     return scaled
 
 
@@ -188,21 +197,24 @@ def bad_word_ids(
     return list(found)
 
 
-def _top_p(logits: Tensor, top_p: float) -> Tensor:
+def _top_p(logits: Floats, top_p: float) -> Floats:
     # Sorting values alone is much faster than sorting (value, id) pairs; ties at the edge are settled below.
-    values = torch.from_numpy(np.sort(logits.numpy()))
-    removed = int((torch.softmax(values, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum())
-    removed = min(removed, len(values) - 1)
+    values = np.sort(logits)
+    mass = torch.softmax(torch.from_numpy(values), dim=-1).cumsum(dim=-1).numpy()
+    removed = min(int((mass <= np.float32(1 - top_p)).sum()), len(values) - 1)
     edge = values[removed]
     kept_at_edge = int((values[removed:] == edge).sum())
-    at_edge = torch.nonzero(logits == edge).flatten()
-    return logits.masked_fill(logits < edge, NEG_INF).index_fill(0, at_edge[kept_at_edge:], NEG_INF)
+    result = np.where(logits < edge, _MASKED, logits)
+    result[np.flatnonzero(logits == edge)[kept_at_edge:]] = NEG_INF
+    return result
 
 
-def _known(ids: Ids, logits: Tensor) -> Tensor:
-    """Ids as an index, without those that the logits do not cover (an embedding may be larger than the head)."""
-    return torch.from_numpy(ids[(ids >= 0) & (ids < len(logits))])
+def _known(ids: Ids, logits: Floats) -> Ids:
+    """The ids that the logits cover (an embedding may be larger than the head)."""
+    return ids[(ids >= 0) & (ids < len(logits))]
 
 
-def _masked(logits: Tensor, ids: Ids) -> Tensor:
-    return logits.index_fill(0, _known(ids, logits), NEG_INF)
+def _masked(logits: Floats, ids: Ids) -> Floats:
+    result = logits.copy()
+    result[_known(ids, logits)] = NEG_INF
+    return result
