@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vericache_core.errors import (
@@ -23,32 +22,15 @@ from vericache_core.errors import (
     UsageError,
     VeriCacheError,
 )
-from vericache_core.plugins import discovery
+from vericache_core.plugins import complaints, discovery
 from vericache_core.plugins.discovery import Candidate, canonical
-from vericache_core.plugins.fields import did_you_mean
+from vericache_core.plugins.info import PluginInfo
 from vericache_core.plugins.options import parse_options
 from vericache_core.plugins.spec import CompressorSpec, is_valid_name
 
 if TYPE_CHECKING:
     from vericache_core.compressor import Compressor
     from vericache_core.plugins.loader import LoadedPlugin
-
-
-@dataclass(frozen=True, slots=True)
-class PluginInfo:
-    """One line of ``vericache plugins list``.
-
-    ``status`` is ``ok`` (built in, registered in process, or loaded), ``ok?`` (installed, not loaded yet),
-    ``failed`` (the last load failed), ``disabled``, ``conflict`` or ``invalid`` (not a legal name).
-    """
-
-    name: str
-    distribution: str
-    version: str
-    status: str
-    target: str
-    summary: str = ""
-    reason: str = ""
 
 
 class Registry:
@@ -137,7 +119,7 @@ class Registry:
                     status, reason = "failed", self._failures[candidate.name]
                 elif status == "ok?" and candidate.name in self._loaded:
                     status = "ok"
-                found.append(_info(candidate, status, reason))
+                found.append(PluginInfo.of(candidate, status, reason))
         return sorted(found, key=lambda info: (info.name, info.distribution))
 
     def names(self) -> list[str]:
@@ -259,7 +241,7 @@ class Registry:
         if not claims or not is_valid_name(name):
             raise self._unknown(name)
         if len(claims) > 1:
-            raise _conflict(name, claims)
+            raise complaints.conflict(name, claims)
         return self._load(claims[0])
 
     def _load(self, candidate: Candidate) -> LoadedPlugin:
@@ -291,40 +273,8 @@ class Registry:
             raise PluginLoadError(f"{hook} of {plugin.candidate.title} failed", cause=cause) from error
 
     def _unknown(self, name: str) -> UnknownCompressorError:
-        usable = self.names()
-        switched_off = {candidate.name for candidate in self._candidates() if not self._enabled(candidate)}
-        if name in switched_off:
-            reason = next(info.reason for info in self.list_plugins() if info.name == name and info.status == "disabled")
-            return UnknownCompressorError(f"compressor {name!r} is installed but disabled", cause=reason)
-        near = did_you_mean(str(name), usable)
-        hints = [f"did you mean {near!r}?"] if near else []
-        hints.append(f"installed: {', '.join(usable) or 'none'}")
-        if switched_off:
-            hints.append(f"disabled: {', '.join(sorted(switched_off))}")
-        if is_valid_name(name):
-            # "try", because whether such a package exists is not known here.
-            hints.append(f"try: pip install vericache-compressor-{name}")
-        return UnknownCompressorError(f"unknown compressor {name!r}", hint="; ".join(hints))
-
-
-def _info(candidate: Candidate, status: str, reason: str) -> PluginInfo:
-    return PluginInfo(
-        candidate.name,
-        candidate.distribution,
-        candidate.version,
-        status,
-        candidate.entry_point.value,
-        candidate.summary,
-        reason,
-    )
-
-
-def _conflict(name: str, claims: list[Candidate]) -> PluginConflictError:
-    titles = " and ".join(sorted(claim.title for claim in claims))
-    return PluginConflictError(
-        f"compressor name {name!r} is claimed by {titles}",
-        hint="uninstall one, or disable it by the name of its distribution: [plugins] disable = [...]",
-    )
+        off = {candidate.name: reason for candidate in self._candidates() if (reason := self._disabled_by(candidate))}
+        return complaints.unknown_compressor(name, self.names(), off)
 
 
 def _is_set(env: Mapping[str, str], key: str) -> bool:

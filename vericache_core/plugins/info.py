@@ -1,0 +1,30 @@
+"""One line of a listing of plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vericache_core.plugins.discovery import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """One line of ``vericache plugins list``.
+
+    ``status`` is ``ok`` (built in, registered in process, or loaded), ``ok?`` (installed, not loaded yet),
+    ``failed`` (the last load failed), ``disabled``, ``conflict`` or ``invalid`` (not a legal name).
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: str
+    target: str
+    summary: str = ""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, candidate: Candidate, status: str, reason: str) -> PluginInfo:
+        """Describe a candidate that has this status for this reason."""
+        target = candidate.entry_point.value
+        return cls(candidate.name, candidate.distribution, candidate.version, status, target, candidate.summary, reason)
