@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint
-from typing import Final
+from typing import Any, Final
 
 from vericache_core._version import __version__
 from vericache_core.plugins.spec import is_valid_name
@@ -88,8 +88,8 @@ def _candidates_of(distribution: Distribution) -> Iterator[Candidate]:
     # A plain substring test first: parsing the metadata of a hundred packages costs a tenth of a second.
     if GROUP not in (distribution.read_text("entry_points.txt") or ""):
         return
-    metadata = distribution.metadata
-    name, version, summary = (metadata.get(key) for key in ("Name", "Version", "Summary"))  # type: ignore[attr-defined]  # an email.Message, typed narrower by typeshed
+    metadata: Any = distribution.metadata  # an email message, which typeshed describes differently by version
+    name, version, summary = (metadata.get(key) for key in ("Name", "Version", "Summary"))
     targets: set[tuple[str, str]] = set()
     for entry_point in distribution.entry_points:
         if entry_point.group == GROUP and (entry_point.name, entry_point.value) not in targets:
