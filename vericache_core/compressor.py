@@ -275,7 +275,10 @@ def require_finite(name: str, layer: LayerDescriptor, **parts: Tensor) -> None:
         CompressorFault: an element is not finite; the message names compressor, part and layer.
     """
     for part, tensor in parts.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not tensor.numel():
+            continue
+        extremes = torch.stack(torch.aminmax(tensor.detach()))  # NaN comes through; one pass, no temporaries
+        if not bool(torch.isfinite(extremes).all()):
             raise CompressorFault(f"{name}: {part} of layer {layer.index} contain NaN or infinity")
 
 

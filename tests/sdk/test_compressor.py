@@ -144,6 +144,16 @@ def test_quantizers_refuse_what_is_not_finite_even_in_the_exact_part(bad: float,
         compressor.compress(view(LAYERS, kv, 0, 20), CONTEXT)
 
 
+@given(st.integers(1, 70), st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_require_finite_finds_one_bad_element_anywhere(count: int, data: st.DataObject, dtype: torch.dtype) -> None:
+    rows = torch.randn(count, 3, generator=torch.Generator().manual_seed(count)).to(dtype).T
+    require_finite("x", LAYERS[0], keys=rows, values=rows[:, :0])
+    bad = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    rows[data.draw(st.integers(0, 2)), data.draw(st.integers(0, count - 1))] = bad
+    with pytest.raises(CompressorFault, match="x: values of layer 0 contain NaN or infinity"):
+        require_finite("x", LAYERS[0], values=rows)
+
+
 def test_require_finite_passes_finite_extremes() -> None:
     require_finite("x", LAYERS[0], keys=torch.tensor([1e38, -0.0, 1e-45]))
 
