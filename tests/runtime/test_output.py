@@ -91,7 +91,9 @@ def naive(params: SamplingParams, ids: Sequence[int], eos: Sequence[int]) -> Res
 
 
 PROSE = [*PIECE.values(), *b"ENDSTOPab", *"é日".encode(), len(TOY.vocab) - 1, len(TOY.vocab) - 2]
-STOPS = st.lists(st.sampled_from(["END", "STOP", "b", "aba", "abab", "aab", " é", "日", "本", "Da", "T", "éé"]), max_size=3)
+STOPS = st.lists(
+    st.sampled_from(["END", "STOP", "b", "aba", "abab", "baa", "aab", " é", "日", "本", "Da", "T", "éé"]), max_size=3
+)
 
 
 @st.composite
@@ -234,6 +236,12 @@ def test_a_false_start_is_released_and_an_overlapping_one_is_found() -> None:
     assert found.text == "aaXa"
     assert found.deltas[:4] == ["", "", "aaX", ""]
     assert run(SamplingParams(stop=("STOP",)), [*b"xSTO"]).text == "xSTO", "what was held is text in the end"
+
+
+def test_the_longest_beginning_of_any_stop_is_held() -> None:
+    for stop in (("abab", "bX"), ("bX", "abab")):
+        found = run(SamplingParams(stop=stop), [97, 98, 97, 98])
+        assert (found.text, found.deltas) == ("", ["", "", "", "", ""])
 
 
 def test_stop_inside_a_multibyte_character() -> None:
