@@ -89,13 +89,14 @@ def test_a_bad_byte_spoils_its_run_and_nothing_of_the_run_was_out() -> None:
         lambda index: 0,
         lambda index: (0xE2, 0x82)[index % 2],
         lambda index: (0, 0xC3)[index % 2],
+        lambda index: (0xE2, 0x82, 256)[index % 3],
     ],
-    ids=["letters", "invalid bytes", "special", "cut characters", "special and cut"],
+    ids=["letters", "invalid bytes", "special", "cut characters", "special and cut", "whole then invalid"],
 )
 def test_cost_grows_with_the_number_of_tokens_only(token: Callable[[int], int]) -> None:
     costs = []
     for count in (500, 2000):
-        tokenizer = ByteTokenizer(special=[0])
+        tokenizer = ByteTokenizer([b"\xac\xff"], special=[0])
         decode = TextDecoder(tokenizer)
         ids = [*(token(index) for index in range(count)), 97]  # the letter shows whether the window was cut rightly
         expected = decode(ids)
