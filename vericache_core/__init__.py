@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vericache_core.config import load_config as load_config
     from vericache_core.context import CompressContext as CompressContext
     from vericache_core.context import Needs as Needs
+    from vericache_core.engine import Engine as Engine
+    from vericache_core.engine import RequestOutput as RequestOutput
+    from vericache_core.engine import StreamChunk as StreamChunk
     from vericache_core.errors import VeriCacheError as VeriCacheError
     from vericache_core.index_map import HeadMap as HeadMap
     from vericache_core.kv import CompressedKV as CompressedKV
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from vericache_core.plugins.registry import default_registry as default_registry
     from vericache_core.plugins.spec import API_VERSION as API_VERSION
     from vericache_core.plugins.spec import CompressorSpec as CompressorSpec
+    from vericache_core.runtime.sampling_params import SamplingParams as SamplingParams
     from vericache_core.topk import stable_topk as stable_topk
 
 # The same names as above: that list is for type checkers, this one for running. A test compares them.
@@ -44,6 +48,7 @@ _HOMES = {
     "vericache_core.compressor": ["BaseCompressor", "Compressor", "QuantizationCompressor", "TokenDropCompressor"],
     "vericache_core.config": ["EngineConfig", "load_config"],
     "vericache_core.context": ["CompressContext", "Needs"],
+    "vericache_core.engine": ["Engine", "RequestOutput", "StreamChunk"],
     "vericache_core.errors": ["VeriCacheError"],
     "vericache_core.index_map": ["HeadMap"],
     "vericache_core.kv": ["CompressedKV", "CompressedLayer", "LayerDescriptor", "PrefixView"],
@@ -51,6 +56,7 @@ _HOMES = {
     "vericache_core.plugins.options": ["Budget", "Options", "kept_tokens", "option"],
     "vericache_core.plugins.registry": ["Registry", "default_registry"],
     "vericache_core.plugins.spec": ["API_VERSION", "CompressorSpec"],
+    "vericache_core.runtime.sampling_params": ["SamplingParams"],
     "vericache_core.topk": ["stable_topk"],
 }
 

@@ -1,0 +1,229 @@
+"""Draft KV of one request: compressed prefix plus exact tail, all of it on the device.
+
+Per layer one of three forms:
+
+- plain rows (token dropping): survivors and tail share the pages, survivors first, so an attention that
+  keeps everything runs the very arithmetic of the full cache;
+- codes (quantization): the compressed layer attends to its prefix itself, the pages hold the tail only;
+- uncompressed (sliding windows, layers the compressor declines): the full KV's own device pages, whose
+  rows beyond its length serve as scratch for drafted rows.
+
+The tail counts rows after the prefix. Drafted rows are provisional: a verify takes them back and the
+verifier's own rows replace them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vericache_core.cache.full import FullKV
+from vericache_core.cache.move import Index
+from vericache_core.cache.pages import PagedRows
+from vericache_core.errors import CompressorFault
+from vericache_core.index_map import HeadMap
+from vericache_core.kv import CompressedKV, CompressedLayer, PlainLayer, PrefixView, storage_bytes
+
+
+class DraftKV:
+    """Build with :meth:`build`; attributes are for reading.
+
+    Attributes:
+        prefix_tokens: tokens of the prefix.
+        tail: exact rows after the prefix.
+        drafted: provisional rows after the tail.
+    """
+
+    def __init__(self, full: FullKV, compressed: CompressedKV) -> None:
+        self._full = full
+        self.compressor = compressed.compressor
+        self._header = dataclasses.replace(compressed, layers=())
+        self.prefix_tokens = compressed.tokens
+        self.tail = 0
+        self.drafted = 0
+        self._coded: dict[int, CompressedLayer] = {}
+        self._maps: dict[int, HeadMap] = {}
+        self._pages: dict[int, PagedRows] = {}
+
+    @classmethod
+    def build(cls, full: FullKV, compressed: CompressedKV, compressed_layers: Sequence[int]) -> DraftKV:
+        """Copy the surviving rows of ``full`` (the plugin's own copies are not trusted) and start an empty tail.
+
+        ``compressed_layers`` are the layers the compressor may have changed; the others must be on the device.
+
+        Raises:
+            CompressorFault: the compressed KV does not fit the prefix.
+        """
+        if compressed.tokens != full.tokens or len(compressed.layers) != len(full.layers):
+            raise CompressorFault(
+                f"{compressed.compressor}: compressed KV of {compressed.tokens} tokens and {len(compressed.layers)} layers",
+                cause=f"the prefix has {full.tokens} tokens and {len(full.layers)} layers",
+            )
+        try:
+            compressed.check_integrity()
+        except ValueError as error:
+            raise CompressorFault(f"{compressed.compressor} returned a broken surviving-index map", cause=str(error)) from error
+        draft = cls(full, compressed)
+        for index in compressed_layers:
+            layer = compressed.layers[index]
+            if layer is None:
+                raise CompressorFault(f"{compressed.compressor} supports layer {index} but did not compress it")
+            draft._add(index, layer)
+        return draft
+
+    def _add(self, index: int, layer: CompressedLayer) -> None:
+        descriptor = self._full.layers[index]
+        if layer.surviving.kv_heads != descriptor.kv_heads:
+            raise CompressorFault(
+                f"{self.compressor}: layer {index} maps {layer.surviving.kv_heads} KV heads",
+                cause=f"the model has {descriptor.kv_heads}",
+            )
+        pages = PagedRows(descriptor, self._full.device)
+        self._pages[index], self._maps[index] = pages, layer.surviving
+        if not isinstance(layer, PlainLayer):
+            self._coded[index] = layer
+            return
+        keys, values = self._full.read(index, 0, self.prefix_tokens)
+        pages.reserve(max(layer.surviving.counts))
+        for head in range(descriptor.kv_heads):
+            at = layer.surviving.head(head).to(keys.device)
+            pages.put_head(head, keys[head].index_select(0, at), values[head].index_select(0, at))
+        pages.lengths = np.array(layer.surviving.counts, dtype=np.int64)
+
+    @property
+    def tokens(self) -> int:
+        """Logical length, provisional rows included: the position of the next drafted token's row."""
+        return self.prefix_tokens + self.tail + self.drafted
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of survivors, codes, maps and tail, measured; without the uncompressed layers."""
+        coded = [part for layer in self._coded.values() for part in layer.tensors().values()]
+        maps = [part for surviving in self._maps.values() for part in surviving.storage()]
+        return storage_bytes([*coded, *maps]) + sum(pages.nbytes for pages in self._pages.values())
+
+    def layer(self, index: int) -> tuple[PagedRows, Index, CompressedLayer | None]:
+        """``(pages, index per KV head of the next row, compressed prefix that comes first)``."""
+        if index in self._pages:
+            pages = self._pages[index]
+            return pages, pages.lengths, self._coded.get(index)
+        pages = self._full.device_pages(index)
+        return pages, pages.lengths + self.drafted, None
+
+    def compressed_layers(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    def advance(self, rows: int) -> None:
+        """Count ``rows`` provisional rows that a draft step wrote at the end."""
+        self.drafted += rows
+        for pages in self._pages.values():
+            pages.grow_lengths(rows)
+
+    def retract(self) -> None:
+        """Take every provisional row back."""
+        for pages in self._pages.values():
+            pages.rollback(self.drafted)
+        self.drafted = 0
+
+    def accept(self, rows: int) -> None:
+        """Count ``rows`` exact rows that a verify step wrote at the end of the tail."""
+        assert self.drafted == 0
+        self.tail += rows
+        for pages in self._pages.values():
+            pages.grow_lengths(rows)
+
+    def current(self) -> CompressedKV:
+        """The compressed prefix as the compressor knows it, for ``extend``; plain rows are copied out."""
+        layers: list[CompressedLayer | None] = [None] * len(self._full.layers)
+        for index, pages in self._pages.items():
+            surviving = self._maps[index]
+            if index in self._coded:
+                layers[index] = self._coded[index]
+                continue
+            heads = [pages.rows(0, count, head) for head, count in enumerate(surviving.counts)]
+            keys, values = torch.cat([k[0] for k, _ in heads]), torch.cat([v[0] for _, v in heads])
+            layers[index] = PlainLayer(keys, values, surviving)
+        return dataclasses.replace(self._header, tokens=self.prefix_tokens, layers=tuple(layers))
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any layer is held as codes."""
+        return bool(self._coded)
+
+    def tail_view(self) -> PrefixView:
+        """The exact tail as a read-only view, for ``Compressor.extend``."""
+
+        def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            pages = self._pages[index]
+            first = pages.lengths - self.tail
+            parts = [pages.rows(int(first[h]), int(pages.lengths[h]), h) for h in range(len(first))]
+            return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
+
+        return PrefixView(self._full.layers, range(self.tail), read, start=self.prefix_tokens)
+
+    def fold(self, extended: CompressedKV) -> bool:
+        """Make ``extended`` (prefix plus tail) the new prefix without touching the full KV.
+
+        Returns False, changing nothing, if a plain layer did anything but append the tail; the caller then
+        builds a new draft KV from the full KV.
+
+        Raises:
+            CompressorFault: the extended KV does not fit.
+        """
+        assert self.drafted == 0
+        if extended.tokens != self.prefix_tokens + self.tail:
+            raise CompressorFault(f"{self.compressor}: extend gave {extended.tokens} tokens", cause=f"expected {self.tokens}")
+        for index in self._pages:
+            layer = extended.layers[index]
+            if layer is None or isinstance(layer, PlainLayer) == (index in self._coded):
+                raise CompressorFault(f"{self.compressor}: extend changed the kind of layer {index}")
+            if index not in self._coded and layer.surviving != self._maps[index].grown(self.tail):
+                return False
+        for index, pages in self._pages.items():
+            layer = extended.layers[index]
+            assert layer is not None
+            self._maps[index] = layer.surviving
+            if index in self._coded:
+                self._coded[index] = layer
+                pages.rollback(self.tail)
+        self.prefix_tokens, self.tail = extended.tokens, 0
+        return True
+
+    def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:
+        """Exact rows on the device; see :class:`vericache_core.cache.full.ExactRows`."""
+        if layer not in self._pages:
+            return None
+        pages, surviving = self._pages[layer], self._maps[layer]
+        tail = np.arange(self.prefix_tokens, self.prefix_tokens + self.tail, dtype=np.int64)
+        per_head = []
+        for head in range(surviving.kv_heads):
+            kept = np.zeros(0, dtype=np.int64) if layer in self._coded else surviving.head(head).numpy()
+            position = np.concatenate([kept, tail])
+            per_head.append((np.arange(len(position), dtype=np.int64), position))
+        return pages, per_head
+
+    def missing(self, layer: int, tokens: int) -> Sequence[Index] | None:
+        """Positions below ``tokens`` that no exact row on the device covers, per KV head."""
+        held = self.held(layer)
+        if held is None:
+            return None
+        everything = np.arange(tokens, dtype=np.int64)
+        return [np.setdiff1d(everything, position, assume_unique=True) for _, position in held[1]]
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` unless lengths agree with prefix, tail and full KV."""
+        for index, pages in self._pages.items():
+            pages.check_integrity()
+            kept = np.zeros_like(pages.lengths) if index in self._coded else np.array(self._maps[index].counts)
+            assert (pages.lengths == kept + self.tail + self.drafted).all(), (
+                index,
+                pages.lengths,
+                kept,
+                self.tail,
+                self.drafted,
+            )
+            assert self._maps[index].tokens == self.prefix_tokens
+        assert self.prefix_tokens + self.tail == self._full.tokens

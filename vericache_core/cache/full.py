@@ -1,0 +1,225 @@
+"""Full KV of one request: paged, append-only, on a tier, with one rollback primitive.
+
+A step that carries authoritative rows goes ``open`` -> per layer ``pages`` and ``wrote`` -> ``close_step``,
+then ``advance`` by the rows that are to stay. Until ``advance`` everything written lies beyond ``tokens``
+and counts for nothing, so a step that fails can simply be run again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vericache_core.cache.move import Index, copy_rows
+from vericache_core.cache.pages import PagedRows
+from vericache_core.cache.ring import SwapRing
+from vericache_core.cache.tiers import DiskStore, HostStore, TierStore
+from vericache_core.kv import LayerDescriptor
+
+
+class ExactRows(Protocol):
+    """Exact rows that another cache already holds on the device (survivors and tail of the draft KV)."""
+
+    def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:
+        """``(pages, per KV head (index in pages, logical position))``, or None if nothing exact is held."""
+
+    def missing(self, layer: int, tokens: int) -> Sequence[Index] | None:
+        """Per KV head the positions below ``tokens`` that are not held; None means all of them."""
+
+
+class FullKV:
+    """See the module docstring.
+
+    Args:
+        layers: descriptors of the model.
+        device: compute device.
+        tier: ``"device"``, ``"host"`` or ``"disk"``.
+        pinned: layers that stay on the device on every tier (uncompressed ones, sliding windows).
+        ring: slots for streaming; needed on ``host`` and ``disk``.
+        swap_dir: folder for the disk tier, default the system's temporary folder.
+        expected: rows to make room for at once on layers that stay on the device.
+
+    Raises:
+        SwapError: the tier cannot be set up.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerDescriptor],
+        device: torch.device,
+        tier: str,
+        pinned: Collection[int],
+        ring: SwapRing,
+        swap_dir: str | None = None,
+        expected: int = 0,
+    ) -> None:
+        self.layers, self.device, self.tier = tuple(layers), device, tier
+        self.tokens = 0
+        offloaded = [layer for layer in layers if tier != "device" and layer.index not in pinned]
+        self._offloaded = [layer.index for layer in offloaded]
+        self._device = {layer.index: PagedRows(layer, device) for layer in layers if layer.index not in self._offloaded}
+        for pages in self._device.values():
+            if pages.layer.kind == "full":
+                pages.reserve(expected)
+        self._ring = ring
+        self._store: TierStore | None = None
+        if offloaded:
+            self._store = HostStore(offloaded, device) if tier == "host" else DiskStore(offloaded, swap_dir)
+        self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
+        self._queue: deque[int] = deque()
+        self._exact: ExactRows | None = None
+        self._room = 0
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Layers whose rows rest on another tier."""
+        return tuple(self._offloaded)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that stay between steps (without ring slots)."""
+        return sum(rows.nbytes for rows in self._device.values())
+
+    @property
+    def tier_bytes(self) -> int:
+        return 0 if self._store is None else self._store.nbytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes swapped in so far."""
+        return 0 if self._store is None else self._store.moved_bytes
+
+    def device_pages(self, layer: int) -> PagedRows:
+        """Pages of a layer that stays on the device. Rows from ``tokens`` on are scratch for drafts."""
+        return self._device[layer]
+
+    def open(self, rows: int, exact: ExactRows | None = None) -> None:
+        """Prepare a step that appends up to ``rows`` rows; loading of the first layers starts now.
+
+        ``exact`` names rows that are on the device already and need not move.
+        """
+        self.close_step()
+        self._room, self._exact = rows, exact
+        self._queue = deque(self._offloaded)
+        for _ in range(self._ring.layers):
+            self._load_next()
+
+    def pages(self, layer: int) -> PagedRows:
+        """Rows ``[0, tokens)`` of ``layer``, with room for the step's rows; waits for the swap.
+
+        Raises:
+            SwapError: the tier could not be read.
+        """
+        if layer in self._device:
+            return self._device[layer]
+        slot, loaded = self._slots[layer]
+        loaded.result()
+        return slot
+
+    def wrote(self, layer: int, rows: int) -> None:
+        """The step has stored ``rows`` new rows of ``layer`` in its pages: persist them, free the slot.
+
+        Raises:
+            SwapError: the tier could not be written.
+        """
+        if layer in self._device:
+            return
+        slot, _ = self._slots[layer]
+        assert self._store is not None
+        self._store.write(self.layers[layer], self.tokens, rows, slot)
+        del self._slots[layer]
+        self._ring.release(slot)
+        self._load_next()
+
+    def close_step(self) -> None:
+        """End a step, finished or failed: no load is in flight and no slot is held afterwards."""
+        self._queue.clear()
+        wait([loaded for _, loaded in self._slots.values()])
+        for slot, _ in self._slots.values():
+            self._ring.release(slot)
+        self._slots.clear()
+        self._exact = None
+
+    def advance(self, rows: int, keep_window: bool = False) -> None:
+        """Keep the next ``rows`` rows that the last step wrote.
+
+        ``keep_window`` holds on to rows that fall out of sliding windows, for a caller that will roll back.
+        """
+        self.tokens += rows
+        for pages in self._device.values():
+            pages.grow_lengths(rows)
+            if pages.layer.sliding_window is not None and not keep_window:
+                pages.release_before(self.tokens - pages.layer.sliding_window + 1)
+
+    def rollback(self, rows: int) -> None:
+        """Forget the newest ``rows`` rows.
+
+        Raises:
+            IndexError: more than are held, or rows of a sliding window would have to come back.
+        """
+        if not 0 <= rows <= self.tokens:
+            raise IndexError(f"cannot roll back {rows} of {self.tokens} rows")
+        for pages in self._device.values():
+            pages.rollback(rows)
+        self.tokens -= rows
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Copies of committed rows: ``(keys [kv_heads, n, head_dim], values [kv_heads, n, value_dim])``.
+
+        Raises:
+            SwapError: the tier could not be read.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"rows {start}:{stop} of {self.tokens}")
+        if layer in self._device:
+            return self._device[layer].rows(start, stop)
+        slot = self._ring.acquire(self.layers[layer], stop)
+        try:
+            assert self._store is not None
+            self._store.read(self.layers[layer], stop, slot, None)
+            return slot.rows(start, stop)
+        finally:
+            self._ring.release(slot)
+
+    def close(self) -> None:
+        """Give back every byte on every tier; safe to call twice."""
+        self.close_step()
+        self._device = {}
+        if self._store is not None:
+            self._store.close()
+
+    def _load_next(self) -> None:
+        if not self._queue:
+            return
+        layer = self._queue.popleft()
+        slot = self._ring.acquire(self.layers[layer], self.tokens + self._room)
+        exact, tokens = self._exact, self.tokens
+        self._slots[layer] = (slot, self._ring.submit(lambda: self._fill(layer, slot, tokens, exact)))
+
+    def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
+        assert self._store is not None
+        if tokens == 0:
+            return
+        missing = None if exact is None else exact.missing(layer, tokens)
+        rest = self._store.read(self.layers[layer], tokens, slot, missing)
+        if rest is None or exact is None:
+            return
+        held = exact.held(layer)
+        assert held is not None
+        pages, per_head = held
+        for head, (index, position) in enumerate(per_head):
+            wanted = rest[head]
+            at = position.searchsorted(wanted)
+            copy_rows(pages, index[at], slot, wanted, head)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` if the layers disagree on the length."""
+        assert not self._slots, "a step is still open"
+        for pages in self._device.values():
+            pages.check_integrity()
+            assert (pages.lengths == self.tokens).all(), (pages.lengths, self.tokens)

@@ -1,0 +1,102 @@
+"""The swap ring: a few layers' worth of device pages through which offloaded full KV streams.
+
+One background thread fills slots in layer order while the model computes earlier layers. On CUDA the
+copies go to a side stream and the consumer waits for their event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from vericache_core.cache.pages import PAGE, Extent, PagedRows, pages_for
+from vericache_core.kv import LayerDescriptor
+
+
+class SwapRing:
+    """Slots shared by the requests of an engine.
+
+    Args:
+        layers: slots a request may hold at a time, 2 to 4.
+        device: where slots live.
+    """
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self._free: list[Extent] = []
+        self._busy: dict[int, Extent] = {}
+        self._worker: ThreadPoolExecutor | None = None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all slots, in use or kept for reuse."""
+        return sum(extent.nbytes for extent in [*self._free, *self._busy.values()])
+
+    def acquire(self, layer: LayerDescriptor, rows: int) -> PagedRows:
+        """An empty slot of ``layer`` with room for ``rows`` rows."""
+        pages = pages_for(rows)
+        slot = PagedRows(layer, self.device)
+        fitting = [extent for extent in self._free if extent.pages >= pages and _fits(extent, layer)]
+        if fitting:
+            extent = min(fitting, key=lambda extent: extent.pages)
+            self._free = [other for other in self._free if other is not extent]
+        else:
+            # Slots that have become too small would otherwise pile up as requests grow.
+            self._free = [other for other in self._free if not _fits(other, layer)]
+            extent = Extent.allocate(layer, pages + pages // 8 + 1, self.device)
+        slot.adopt(extent)
+        self._busy[id(slot)] = extent
+        return slot
+
+    def release(self, slot: PagedRows) -> None:
+        """Take the slot back; its pages may be handed out again at once."""
+        self._free.append(self._busy.pop(id(slot)))
+
+    def submit(self, fill: Callable[[], None]) -> Future[None]:
+        """Run ``fill`` on the swap thread, in order of submission."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-swap")
+        if self._stream is None:
+            return self._worker.submit(fill)
+        ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(self.device))
+
+        def on_stream() -> None:
+            # The slot may still be read by compute that was queued before this load was asked for.
+            with torch.cuda.stream(self._stream):
+                torch.cuda.current_stream(self.device).wait_event(ready)
+                fill()
+                torch.cuda.current_stream(self.device).synchronize()
+
+        return self._worker.submit(on_stream)
+
+    def trim(self) -> None:
+        """Drop slots that nobody uses."""
+        self._free.clear()
+
+    def close(self) -> None:
+        """Stop the thread; loads in flight finish first."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+            self._worker = None
+        self.trim()
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` if a slot is both free and in use."""
+        free = {extent.keys.data_ptr() for extent in self._free}
+        busy = [extent.keys.data_ptr() for extent in self._busy.values()]
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert len(set(busy)) == len(busy), "a slot is in use twice"
+        assert not free & set(busy), "a slot is free and in use"
+
+
+def _fits(extent: Extent, layer: LayerDescriptor) -> bool:
+    return (
+        extent.keys.dtype == layer.dtype
+        and tuple(extent.keys.shape[1:]) == (layer.kv_heads, layer.head_dim, PAGE)
+        and extent.values.shape[3] == layer.value_dim
+    )

@@ -1,0 +1,188 @@
+"""Where offloaded full KV rests: host memory, or a file that has no name.
+
+A store holds pages in the layout of :class:`PagedRows`, so that a swap is a plain copy. Anything that
+goes wrong is a ``SwapError``; a row is never half read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vericache_core.cache.move import Index, copy_rows
+from vericache_core.cache.pages import PAGE, Extent, PagedRows, pages_for
+from vericache_core.errors import SwapError
+from vericache_core.kv import LayerDescriptor
+
+
+class TierStore(ABC):
+    """Rows of the offloaded layers of one request, outside of device memory.
+
+    Attributes:
+        moved_bytes: bytes read back so far.
+        written_bytes: bytes written so far.
+    """
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self.written_bytes = 0
+
+    @abstractmethod
+    def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
+        """Persist rows ``first .. first + count`` out of ``slot``."""
+
+    @abstractmethod
+    def read(
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+    ) -> Sequence[Index] | None:
+        """Fill ``slot`` with rows below ``tokens``.
+
+        ``missing`` lists per KV head the positions wanted, ``None`` means all. Returns per KV head the
+        positions that were wanted by nobody and not read either, or ``None`` when every row was read.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held on this tier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; safe to call twice."""
+
+
+class HostStore(TierStore):
+    """Pages in host memory, pinned when the device is a CUDA one. Moves single rows."""
+
+    def __init__(self, layers: Iterable[LayerDescriptor], device: torch.device) -> None:
+        super().__init__()
+        self._pinned = device.type == "cuda"
+        self._rows = {layer.index: PagedRows(layer, torch.device("cpu")) for layer in layers}
+
+    def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
+        home = self._rows[layer.index]
+        missing = pages_for(first + count) - home.capacity // PAGE
+        try:
+            if missing > 0:
+                home.adopt(Extent.allocate(layer, missing, home.device, pinned=self._pinned))
+        except (MemoryError, RuntimeError) as error:
+            raise SwapError("host memory for the full KV could not be had", cause=str(error)) from error
+        keys, values = slot.rows(first, first + count)
+        home.write(np.full(layer.kv_heads, first, dtype=np.int64), keys.to("cpu"), values.to("cpu"))
+        self.written_bytes += count * layer.token_bytes
+
+    def read(
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+    ) -> Sequence[Index] | None:
+        home = self._rows[layer.index]
+        if missing is None:
+            for page in range(pages_for(tokens)):
+                for source, target in zip(home.page(page), slot.page(page), strict=True):
+                    _copy(source, target)
+            self.moved_bytes += tokens * layer.token_bytes
+            return None
+        for head, wanted in enumerate(missing):
+            copy_rows(home, wanted, slot, wanted, head)
+            self.moved_bytes += len(wanted) * layer.token_bytes // layer.kv_heads
+        return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def close(self) -> None:
+        self._rows = {}
+
+
+class DiskStore(TierStore):
+    """Pages in a file, one record a page with all layers in it. Moves whole pages.
+
+    The file is unlinked as soon as it is open, so nothing can be left behind, not even by a killed
+    process. Reads and writes are positional (``pread``/``pwrite``) into the ring's own buffers: against
+    mapping the file this saves a second resident copy and turns an I/O error into an exception where a
+    mapping would end the process with SIGBUS.
+    """
+
+    def __init__(self, layers: Sequence[LayerDescriptor], directory: str | None) -> None:
+        super().__init__()
+        self._offsets: dict[int, int] = {}
+        self._record = 0
+        for layer in layers:
+            self._offsets[layer.index] = self._record
+            self._record += PAGE * layer.token_bytes
+        self._pages = 0
+        self._file: int | None = None
+        try:
+            self._file, path = tempfile.mkstemp(prefix="vericache-", suffix=".swap", dir=directory)
+            Path(path).unlink()
+        except OSError as error:
+            raise SwapError(
+                f"no swap file in {directory or tempfile.gettempdir()}",
+                cause=str(error),
+                hint="set swap_dir to a writable folder",
+            ) from error
+
+    def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
+        for page in range(first // PAGE, pages_for(first + count)):
+            self._transfer(layer, page, slot, os.pwrite, "written")
+            self._pages = max(self._pages, page + 1)
+        self.written_bytes += count * layer.token_bytes
+
+    def read(
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+    ) -> Sequence[Index] | None:
+        pages = set(range(pages_for(tokens)))
+        if missing is not None:
+            pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
+        for page in sorted(pages):
+            self._transfer(layer, page, slot, os.preadv, "read")
+            self.moved_bytes += PAGE * layer.token_bytes
+        if missing is None:
+            return None
+        unread = np.array([page not in pages for page in range(pages_for(tokens))], dtype=bool)
+        rest = np.nonzero(np.repeat(unread, PAGE)[:tokens])[0].astype(np.int64)
+        return [rest] * layer.kv_heads
+
+    def _transfer(self, layer: LayerDescriptor, page: int, slot: PagedRows, call: Any, verb: str) -> None:
+        if self._file is None:
+            raise SwapError("the swap file is closed")
+        offset = page * self._record + self._offsets[layer.index]
+        for part in slot.page(page):
+            staged = part if part.device.type == "cpu" else part.to("cpu")
+            buffer = memoryview(staged.view(torch.uint8).numpy().reshape(-1).data)
+            try:
+                done = call(self._file, [buffer] if verb == "read" else buffer, offset)
+            except OSError as error:
+                raise SwapError(
+                    f"full KV could not be {verb}", cause=str(error), hint="check the disk behind swap_dir"
+                ) from error
+            if done != buffer.nbytes:
+                raise SwapError(f"full KV could not be {verb}", cause=f"{done} of {buffer.nbytes} bytes at offset {offset}")
+            if verb == "read" and staged is not part:
+                part.copy_(staged)
+            offset += buffer.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._pages * self._record
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy a page; between CPU pages through numpy, which holds no lock and starts no thread pool."""
+    if target.device.type == "cpu":
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+    else:
+        target.copy_(source, non_blocking=True)

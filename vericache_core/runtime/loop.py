@@ -1,0 +1,287 @@
+"""The step loop: pack wants into a step, run it, hand rows back, compress and fold in between.
+
+All decisions here concern speed. Tokens come from :meth:`Request.take_rows` alone, which reads nothing
+but logits that the full KV produced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vericache_core.cache.draft import DraftKV
+from vericache_core.cache.full import FullKV
+from vericache_core.cache.ring import SwapRing
+from vericache_core.compressor import Compressor, TokenDropCompressor
+from vericache_core.context import CompressContext, ScoreObserver
+from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
+from vericache_core.kv import PrefixView
+from vericache_core.model.adapter import ModelAdapter
+from vericache_core.runtime.observe import Observations
+from vericache_core.runtime.packer import Segment, pack
+from vericache_core.runtime.request import Request, Want, describe
+from vericache_core.runtime.tile import AttendFunction, StepFault, TileAttention
+
+log = logging.getLogger("vericache.runtime")
+MAX_RECOVERIES = 3
+"""Times a request's full KV is recomputed after swap failures before the request fails."""
+
+
+class StepLoop:
+    """Drives requests over one model.
+
+    Args:
+        adapter: the model.
+        attend: fixed-block attention in use.
+        ring: swap slots.
+        make_full: builds an empty full KV for a request that is recomputed.
+        fold: tail length at which ``Compressor.extend`` is called; 0 never.
+        on_compressor_error: ``"plain"`` or ``"fail"``.
+        on_swap_error: ``"recompute"`` or ``"fail"``.
+        encode: text -> token ids, for compressors that need it.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        attend: AttendFunction,
+        ring: SwapRing,
+        make_full: Callable[[Request], FullKV],
+        fold: int,
+        on_compressor_error: str = "plain",
+        on_swap_error: str = "recompute",
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self.adapter, self.ring, self._attend, self._make_full, self._fold = adapter, ring, attend, make_full, fold
+        self._on_compressor_error, self._on_swap_error, self._encode = on_compressor_error, on_swap_error, encode
+        self.requests: list[Request] = []
+        self.peak_device_kv_bytes = 0
+        self.steps = 0
+        self._turn = 0
+        self._observations: dict[int, Observations] = {}
+
+    def add(self, request: Request) -> None:
+        """Take a request in; it runs from the next :meth:`step` on."""
+        if request.compressor is not None:
+            self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+        self.requests.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Let a request go, finished or not, and give its memory back."""
+        self.requests = [other for other in self.requests if other is not request]
+        self._observations.pop(request.number, None)
+        request.close()
+        if not self.requests:
+            self.ring.trim()
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that finished in it (they are removed)."""
+        active = [request for request in self.requests if not request.finished]
+        if active:
+            self._turn = (self._turn + 1) % len(active)
+            order = active[self._turn :] + active[: self._turn]
+            segments = pack([(request, request.want()) for request in order], self.adapter.rows)
+            started = time.perf_counter()
+            try:
+                logits, peak = self._forward(segments, self._observe)
+            except StepFault as fault:
+                self._recover(fault)
+            else:
+                self._hand_out(segments, logits, time.perf_counter() - started, peak)
+        finished = [request for request in self.requests if request.finished]
+        for request in finished:
+            request.metrics.new_tokens = len(request.generated)
+            request.metrics.swap_bytes += request.full.moved_bytes
+            self.remove(request)
+        return finished
+
+    def _forward(
+        self, segments: Sequence[Segment[Request]], observe: Callable[[Segment[Request], int, Tensor, Tensor], None]
+    ) -> tuple[Tensor, int]:
+        """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
+        tokens = [token for segment in segments for token in segment.want.tokens[: segment.count]]
+        positions = [segment.want.position + i for segment in segments for i in range(segment.count)]
+        authoritative = [segment for segment in segments if segment.want.phase != "draft"]
+        wanted = any(segment.want.phase != "prefill" or segment.count == len(segment.want.tokens) for segment in segments)
+        tile = TileAttention(self.adapter.layers, segments, self._attend, observe)
+        try:
+            for segment in authoritative:
+                segment.request.full.open(segment.count, segment.request.draft)
+            logits = self.adapter.step(tokens, positions, tile, logits=wanted)
+            return logits, self.ring.nbytes
+        finally:
+            for segment in authoritative:
+                segment.request.full.close_step()
+
+    def _hand_out(self, segments: Sequence[Segment[Request]], logits: Tensor, seconds: float, ring_bytes: int) -> None:
+        self.steps += 1
+        for segment in segments:
+            request = segment.request
+            request.metrics.steps += 1
+            request.metrics.add_seconds(segment.want.phase, seconds)
+            held = request.device_bytes() + (ring_bytes if request.full.offloaded else 0)
+            request.metrics.peak_device_kv_bytes = max(request.metrics.peak_device_kv_bytes, held)
+        total = sum(request.device_bytes() for request in self.requests) + ring_bytes
+        self.peak_device_kv_bytes = max(self.peak_device_kv_bytes, total)
+        for segment in segments:
+            try:
+                self._hand_rows(segment, logits[segment.first : segment.first + segment.count])
+            except VeriCacheError as error:
+                segment.request.fail(error)
+
+    def _hand_rows(self, segment: Segment[Request], logits: Tensor) -> None:
+        request = segment.request
+        if segment.want.phase == "draft":
+            request.take_draft(logits[0])
+            return
+        kept = request.take_rows(segment.want, logits)
+        request.full.advance(kept)
+        request.metrics.full_kv_bytes = sum(layer.token_bytes for layer in self.adapter.layers) * request.full.tokens
+        if request.draft is not None:
+            request.draft.accept(kept)
+        if request.finished:
+            return
+        if request.draft is not None:
+            self._fold_tail(request)
+        elif request.compressor is not None and request.full.tokens >= request.compress_at:
+            self._compress(request)
+
+    def _observe(self, segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
+        seen = self._observations.get(segment.request.number)
+        if seen is None or segment.request.draft is not None:
+            return
+        everything = None
+        if seen.needs.attention_mass:
+            past = segment.request.full.read(layer, 0, segment.want.position)[0]
+            everything = torch.cat([past, keys.transpose(0, 1)], 1)
+        seen.add(self.adapter.layers[layer], segment.want.position, queries, everything)
+
+    # -- compression ---------------------------------------------------------------------------------
+
+    def _compress(self, request: Request) -> None:
+        compressor, seen = request.compressor, self._observations.pop(request.number)
+        assert compressor is not None
+        started = time.perf_counter()
+        uncompressed = uncompressed_layers(self.adapter, compressor)
+        supported = [layer.index for layer in self.adapter.layers if layer.index not in uncompressed]
+        try:
+            context = self._context(request, seen)
+            prefix = self._prefix(request, supported)
+            compressed = compressor.compress(prefix, context)
+            request.metrics.compressed_kv_bytes = compressed.nbytes
+            request.draft = DraftKV.build(request.full, compressed, supported)
+        except Exception as error:  # noqa: BLE001 (whatever a plugin raises costs speed, never tokens)
+            self._compressor_failed(request, "compress", error)
+            return
+        finally:
+            request.metrics.add_seconds("compress", time.perf_counter() - started)
+        per_token = sum(self.adapter.layers[index].token_bytes for index in supported)
+        request.metrics.compressed_from_bytes = per_token * request.full.tokens
+
+    def _fold_tail(self, request: Request) -> None:
+        draft, compressor = request.draft, request.compressor
+        assert draft is not None
+        assert compressor is not None
+        if not self._fold or draft.tail < self._fold or request.drafts:
+            return
+        if not draft.has_codes and getattr(type(compressor), "extend", None) is TokenDropCompressor.extend:
+            return  # the base keeps every tail row as it is, which is what the pages hold already
+        started = time.perf_counter()
+        try:
+            extended = compressor.extend(draft.current(), draft.tail_view(), CompressContext(seed=request.params.seed))
+            if not draft.fold(extended):
+                request.draft = DraftKV.build(request.full, extended, draft.compressed_layers())
+        except Exception as error:  # noqa: BLE001 (as in _compress)
+            self._compressor_failed(request, "extend", error)
+        finally:
+            request.metrics.add_seconds("compress", time.perf_counter() - started)
+
+    def _prefix(self, request: Request, supported: Sequence[int]) -> PrefixView:
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            if layer not in supported:
+                raise CompressorFault(f"layer {layer} stays uncompressed and cannot be read")
+            return request.full.read(layer, 0, request.full.tokens)
+
+        return PrefixView(self.adapter.layers, request.tokens[: request.full.tokens], read)
+
+    def _context(self, request: Request, seen: Observations) -> CompressContext:
+        return CompressContext(
+            seed=request.params.seed,
+            protected=request.protected,
+            query_reader=seen.queries if seen.needs.queries else None,
+            mass_reader=seen.mass if seen.needs.attention_mass else None,
+            score_runner=(lambda ids, observer: self._score(request, ids, observer)) if seen.needs.scoring else None,
+            encoder=self._encode,
+        )
+
+    def _score(self, request: Request, token_ids: Sequence[int], observer: ScoreObserver) -> None:
+        """Run ``token_ids`` after the prefix, show their queries and keys, take their rows back."""
+
+        def show(_segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
+            observer(layer, queries.transpose(0, 1).clone(), keys.transpose(0, 1).clone())
+
+        before = request.full.tokens
+        try:
+            for start in range(0, len(token_ids), self.adapter.rows):
+                block = tuple(token_ids[start : start + self.adapter.rows])
+                want = Want("prefill", (*block, 0), request.full.tokens)  # one token more than runs: no logits wanted
+                self._forward([Segment(request, want, 0, len(block))], show)
+                request.full.advance(len(block), keep_window=True)
+        finally:
+            request.full.rollback(request.full.tokens - before)
+
+    def _compressor_failed(self, request: Request, where: str, error: Exception) -> None:
+        name = request.metrics.compressor
+        cause = describe(error.error if isinstance(error, StepFault) else error)
+        if isinstance(error, StepFault) and isinstance(error.error, SwapError):
+            self._recover(error)
+            return
+        if isinstance(error, SwapError):
+            self._recover(StepFault(request, error))
+            return
+        request.forget_draft()
+        request.compressor = None
+        if self._on_compressor_error == "fail":
+            request.fail(CompressorFault(f"compressor {name!r} failed in {where}", cause=cause))
+            return
+        log.warning("request %d: compressor %r failed in %s (%s); decoding plainly", request.number, name, where, cause)
+        request.metrics.degraded.append(f"compressor failed in {where}: {cause}")
+
+    # -- faults --------------------------------------------------------------------------------------
+
+    def _recover(self, fault: StepFault) -> None:
+        """Nothing of a failed step counts; the request at fault is degraded, the others just run again."""
+        request, error = fault.request, fault.error
+        if isinstance(error, CompressorFault):
+            self._compressor_failed(request, "attend", error)
+            return
+        if self._on_swap_error == "fail" or request.recoveries >= MAX_RECOVERIES:
+            request.fail(error)
+            return
+        request.recoveries += 1
+        log.warning("request %d: %s; recomputing its full KV", request.number, error)
+        request.metrics.degraded.append(f"full KV recomputed: {error}")
+        request.metrics.swap_bytes += request.full.moved_bytes
+        request.forget_draft()
+        request.full.close()
+        try:
+            request.full = self._make_full(request)
+        except VeriCacheError as again:
+            request.fail(again)
+            return
+        request.compress_at = len(request.tokens) - 1 if request.generated else request.prompt_tokens
+        if request.compressor is not None:
+            self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+
+
+def uncompressed_layers(adapter: ModelAdapter, compressor: Compressor | None) -> set[int]:
+    """Layers that stay exact on the device: sliding windows, and those the compressor declines."""
+    return {
+        layer.index
+        for layer in adapter.layers
+        if layer.kind == "sliding" or (compressor is not None and not compressor.supports(layer))
+    }

@@ -1,0 +1,54 @@
+"""What one request cost and gained, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestMetrics:
+    """Counters of one request. Bytes are measured from live storages, times are wall seconds.
+
+    A step serves several requests; each counts the whole step under the phase it was in.
+
+    Attributes:
+        compressor: name, or ``None`` for plain full-KV decoding.
+        identity: the promise the run was made under, ``bitwise`` or ``token``.
+        drafted, accepted: drafted tokens that were verified, and those the full KV agreed with.
+        rounds: verify rounds; ``accepted_per_round`` and ``drafted_per_round`` list them in order.
+        steps: model steps this request had rows in.
+        prompt_tokens, new_tokens: lengths.
+        swap_bytes: bytes of full KV moved to the device.
+        peak_device_kv_bytes: most device KV held at once: draft KV, resident full KV and ring slots.
+        full_kv_bytes: bytes of the full KV rows, wherever they live.
+        compressed_kv_bytes: bytes of the compressed prefix when it was made, survivors or codes and map.
+        compressed_from_bytes: bytes of the full KV that it stands for.
+        seconds: by phase: ``prefill``, ``compress``, ``draft``, ``verify``, ``decode`` (plain).
+        degraded: why the request fell back to plain decoding or recomputed, if it did.
+    """
+
+    compressor: str | None = None
+    identity: str = "bitwise"
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    drafted_per_round: list[int] = field(default_factory=list)
+    accepted_per_round: list[int] = field(default_factory=list)
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    swap_bytes: int = 0
+    peak_device_kv_bytes: int = 0
+    full_kv_bytes: int = 0
+    compressed_kv_bytes: int = 0
+    compressed_from_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    degraded: list[str] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of drafted tokens; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

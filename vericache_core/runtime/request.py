@@ -1,0 +1,198 @@
+"""One request: its tokens, its two caches, and what it wants from the next step.
+
+Between steps three facts hold: ``full.tokens < len(tokens)`` (the newest token has no KV row yet),
+``draft`` stands for exactly ``full.tokens`` tokens, and ``drafts`` continue ``tokens`` without being
+part of it. ``tokens`` only ever grows by what the full KV decided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from vericache_core.cache.draft import DraftKV
+from vericache_core.cache.full import FullKV
+from vericache_core.compressor import Compressor
+from vericache_core.errors import VeriCacheError
+from vericache_core.runtime.choose import Choice, TokenChooser
+from vericache_core.runtime.metrics import RequestMetrics
+from vericache_core.runtime.output import OutputBuffer
+from vericache_core.runtime.sampling_params import SamplingParams
+
+Phase = Literal["prefill", "decode", "draft", "verify"]
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Rows a request asks for: ``tokens`` at consecutive positions from ``position`` on."""
+
+    phase: Phase
+    tokens: tuple[int, ...]
+    position: int
+
+
+class Request:
+    """State of one generation. Built by the engine; the step loop drives it.
+
+    Args:
+        prompt: token ids, at least one.
+        params: sampling parameters.
+        chooser, output: token choice and commit, made for ``params``.
+        full: empty full KV.
+        compressor: drafts with it when given.
+        window: tokens to draft before a verify.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        chooser: TokenChooser,
+        output: OutputBuffer,
+        full: FullKV,
+        compressor: Compressor | None,
+        window: int,
+    ) -> None:
+        self.number = next(_numbers)
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(self.tokens)
+        self.params, self.chooser, self.output, self.full, self.window = params, chooser, output, full, window
+        self.compressor = compressor
+        self.compress_at = self.prompt_tokens
+        self.draft: DraftKV | None = None
+        self.drafts: list[int] = []
+        self.verifying = False
+        self.round_drafted = self.round_accepted = 0
+        self.error: VeriCacheError | None = None
+        self.protected: tuple[tuple[int, int], ...] = ()
+        self.logits: list[Tensor] | None = None
+        self.recoveries = 0
+        self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished or self.error is not None
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """Committed tokens."""
+        return self.output.token_ids
+
+    @property
+    def target(self) -> int:
+        """Tokens worth drafting now: the window, but not beyond what can still be committed with a bonus."""
+        left = self.params.max_new_tokens - len(self.generated)
+        return max(0, min(self.window, left - 1))
+
+    def want(self) -> Want:
+        """What the next step should carry for this request."""
+        pending = self.tokens[self.full.tokens :]
+        at = self.full.tokens
+        if at < self.prompt_tokens or len(pending) > 1:
+            return Want("prefill", tuple(pending), at)
+        if self.draft is None:
+            return Want("decode", tuple(pending), at)
+        if not self.verifying:
+            if len(self.drafts) < self.target:
+                newest = self.drafts[-1] if self.drafts else pending[0]
+                return Want("draft", (newest,), self.draft.tokens)
+            self.verifying = True
+            self.draft.retract()
+        if not self.drafts:
+            return Want("decode", tuple(pending), at)
+        return Want("verify", (*pending, *self.drafts), at)
+
+    def take_draft(self, logits: Tensor) -> None:
+        """A draft step answered with ``logits [vocab]``."""
+        assert self.draft is not None
+        self.draft.advance(1)
+        self.drafts.append(self.chooser.draft(logits, [*self.generated, *self.drafts]))
+
+    def take_rows(self, want: Want, logits: Tensor) -> int:
+        """An authoritative step answered with ``logits [count, vocab]`` for the first ``count`` wanted rows.
+
+        Commits token by token up to the first disagreement, the end of the request, or the last row.
+        Returns how many rows of KV stay.
+        """
+        count = logits.shape[0]
+        decided = len(self.tokens) - want.position - 1  # row that answers for the newest committed token
+        if count <= decided:
+            return count
+        kept = decided
+        for row in range(decided, count):
+            kept = row + 1
+            choice = self.chooser.choose(logits[row], self.generated)
+            self.commit(choice, logits[row])
+            if self.finished:
+                self.drafts = []
+                break
+            agreed = bool(self.drafts) and choice.token == self.drafts[0]
+            if self.drafts:
+                self.round_drafted += 1
+                self.round_accepted += agreed
+            self.drafts = self.drafts[1:] if agreed else []
+            if not agreed:
+                break
+        if not self.drafts:
+            self._close_round()
+        return kept
+
+    def commit(self, choice: Choice, logits: Tensor) -> None:
+        """Append one decided token."""
+        self.output.commit(choice)
+        self.tokens.append(choice.token)
+        if self.logits is not None:
+            self.logits.append(logits.detach().to("cpu", copy=True))
+
+    def _close_round(self) -> None:
+        if self.round_drafted:
+            self.metrics.rounds += 1
+            self.metrics.drafted += self.round_drafted
+            self.metrics.accepted += self.round_accepted
+            self.metrics.drafted_per_round.append(self.round_drafted)
+            self.metrics.accepted_per_round.append(self.round_accepted)
+        self.round_drafted = self.round_accepted = 0
+        self.verifying = False
+
+    def forget_draft(self) -> None:
+        """Drop the draft KV and everything drafted; the request goes on from the full KV."""
+        self.draft, self.drafts, self.verifying = None, [], False
+        self.round_drafted = self.round_accepted = 0
+
+    def fail(self, error: VeriCacheError) -> None:
+        """End with ``error``; what was committed stays readable."""
+        self.error = error
+        self.output.close("error")
+        self.close()
+
+    def close(self) -> None:
+        """Give back both caches; the output stays."""
+        self.draft = None
+        self.full.close()
+
+    def device_bytes(self) -> int:
+        """Device KV bytes that this request holds between steps."""
+        return self.full.device_bytes + (0 if self.draft is None else self.draft.device_bytes)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` if tokens, caches and drafts disagree."""
+        if self.finished:
+            return
+        assert self.full.tokens < len(self.tokens)
+        assert self.tokens[self.prompt_tokens :] == list(self.generated)
+        self.full.check_integrity()
+        if self.draft is not None:
+            self.draft.check_integrity()
+            assert self.draft.drafted == 0 or self.draft.drafted == len(self.drafts)
+        else:
+            assert not self.drafts
+
+
+def describe(value: Any) -> str:
+    """One line for a log or an error cause."""
+    return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)

@@ -1,0 +1,97 @@
+"""The attention of one step: for every layer, each segment's rows against the cache of its phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from vericache_core.attention.paged import AttentionJob
+from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
+from vericache_core.kv import LayerDescriptor
+from vericache_core.model.adapter import layer_index
+from vericache_core.runtime.packer import Segment
+from vericache_core.runtime.request import Request, describe
+
+AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob]], Tensor]
+Observer = Callable[[Segment[Request], int, Tensor, Tensor], None]
+"""``(segment, layer, queries [count, heads, head_dim], keys [count, kv_heads, head_dim])``."""
+
+
+class StepFault(Exception):
+    """Something of one request failed inside a step; nothing of the step counts."""
+
+    def __init__(self, request: Request, error: VeriCacheError) -> None:
+        super().__init__(str(error))
+        self.request, self.error = request, error
+
+
+class TileAttention:
+    """Answers the model's attention calls during one step.
+
+    Args:
+        layers: descriptors of the model.
+        segments: who has which rows.
+        attend: the fixed-block attention in use.
+        observe: sees queries and keys of authoritative rows.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerDescriptor], segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
+    ) -> None:
+        self.layers, self.segments, self._attend, self._observe = layers, segments, attend, observe
+        self.peak_slot_bytes = 0
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
+        index = layer_index(module)
+        layer = self.layers[index]
+        jobs = [self._job(segment, layer) for segment in self.segments]
+        scaled = query.float().contiguous() * layer.scaling
+        output = self._attend(scaled, key, value, jobs)
+        for segment in self.segments:
+            if segment.want.phase == "draft":
+                continue
+            mine = slice(segment.first, segment.first + segment.count)
+            self._finish(segment, index, key[mine], value[mine])
+            self._observe(segment, index, query[mine], key[mine])
+        return output.to(query.dtype)
+
+    def _job(self, segment: Segment[Request], layer: LayerDescriptor) -> AttentionJob:
+        request, want = segment.request, segment.want
+        if want.phase == "draft":
+            assert request.draft is not None
+            pages, base, prefix = request.draft.layer(layer.index)
+            guarded = None if prefix is None else _Guarded(prefix, request)
+            return AttentionJob(segment.first, segment.count, pages, base, want.position, layer.sliding_window, guarded)
+        try:
+            pages = request.full.pages(layer.index)
+        except SwapError as error:
+            raise StepFault(request, error) from error
+        base = np.full(layer.kv_heads, want.position, dtype=np.int64)
+        return AttentionJob(segment.first, segment.count, pages, base, want.position, layer.sliding_window)
+
+    def _finish(self, segment: Segment[Request], layer: int, key: Tensor, value: Tensor) -> None:
+        request = segment.request
+        try:
+            request.full.wrote(layer, segment.count)
+        except SwapError as error:
+            raise StepFault(request, error) from error
+        if request.draft is not None and layer in request.draft.compressed_layers():
+            pages, base, _ = request.draft.layer(layer)
+            pages.write(base, key.transpose(0, 1), value.transpose(0, 1))
+
+
+class _Guarded:
+    """A compressed prefix whose plugin code may raise: the fault is pinned on its request."""
+
+    def __init__(self, prefix: Any, request: Request) -> None:
+        self._prefix, self._request = prefix, request
+
+    def attend(self, query: Tensor, state: Any) -> None:
+        try:
+            self._prefix.attend(query, state)
+        except Exception as error:
+            fault = CompressorFault("a compressor failed while its KV was attended to", cause=describe(error))
+            raise StepFault(self._request, fault) from error
