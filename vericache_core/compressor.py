@@ -73,6 +73,15 @@ class BaseCompressor(ABC):
     def supports(self, layer: LayerDescriptor) -> bool:
         return layer.kind == "full"
 
+    def check_layers(self, layers: Sequence[LayerDescriptor]) -> None:  # noqa: B027  # by default nothing is refused
+        """Refuse a model early: called once with all layers before anything is compressed.
+
+        Override where options must fit the layers; layers that :meth:`supports` declines are no reason.
+
+        Raises:
+            OptionError: an option does not fit a layer; the message names both.
+        """
+
     def options_json(self) -> dict[str, Any]:
         """Options as plain JSON values; written into every payload."""
         if self.options is None:
@@ -200,6 +209,11 @@ class QuantizationCompressor(BaseCompressor):
     @abstractmethod
     def value_codec(self, layer: LayerDescriptor) -> Codec:
         """Codec of the values of this layer."""
+
+    def check_layers(self, layers: Sequence[LayerDescriptor]) -> None:
+        for layer in filter(self.supports, layers):
+            self.key_codec(layer)
+            self.value_codec(layer)
 
     def key_boundary(self, tokens: int) -> int:
         """How many of the first ``tokens`` keys are codes; the rest is exact. Never decreases with ``tokens``."""
