@@ -184,7 +184,7 @@ class CodedLayer(CompressedLayer):
     after token dropping.
     """
 
-    block = 1024
+    block = 2048
     """Most tokens decoded at a time while attending."""
 
     def __init__(self, keys: CodedRows, values: CodedRows, surviving: HeadMap) -> None:

@@ -287,6 +287,13 @@ def test_inputs_are_not_changed_and_strides_do_not_matter() -> None:
     assert compressor.compress(case.span(0, 50), CONTEXT).to_payload() == made.to_payload()
 
 
+@pytest.mark.parametrize("codec", [KeyCodec(2, 8), ValueCodec(4, 8)])
+def test_codecs_do_not_change_float32_rows(codec: KeyCodec | ValueCodec) -> None:
+    rows = torch.randn(2, 16, 8)
+    codec.encode(rows)
+    assert rows._version == 0
+
+
 def test_sliding_layers_stay_uncompressed_and_are_no_reason_to_refuse() -> None:
     odd = LayerDescriptor(1, "sliding", 4, 2, 20, 20, torch.bfloat16, 1.0, 16)
     compressor = KiviCompressor(KiviOptions(group=8, residual=16))
