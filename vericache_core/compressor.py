@@ -198,9 +198,12 @@ class TokenDropCompressor(BaseCompressor):
 class QuantizationCompressor(BaseCompressor):
     """Every token survives as codes; the newest may stay exact. Subclasses name the two codecs.
 
+    Set ``layer_type`` to a subclass of ``CodedLayer`` to attend to the codes in a way of your own.
     Boundaries, residual window, append, rollback, byte accounting and payloads are inherited, and rows with
     NaN or infinity are refused with ``CompressorFault``.
     """
+
+    layer_type: ClassVar[type[CodedLayer]] = CodedLayer
 
     @abstractmethod
     def key_codec(self, layer: LayerDescriptor) -> Codec:
@@ -230,7 +233,7 @@ class QuantizationCompressor(BaseCompressor):
                 continue
             everything = HeadMap.everything(0, layer.kv_heads)
             keys, values = prefix.rows(layer.index)
-            empty = CodedLayer(
+            empty = self.layer_type(
                 CodedRows(self.key_codec(layer), (), keys[:, :0].clone()),
                 CodedRows(self.value_codec(layer), (), values[:, :0].clone()),
                 everything,
@@ -254,7 +257,7 @@ class QuantizationCompressor(BaseCompressor):
                 continue
             keys, values = (None, None) if prefix is None else prefix.rows(index)
             layers.append(
-                CodedLayer(
+                self.layer_type(
                     layer.keys.cut(left, self.key_boundary(left), keys),
                     layer.values.cut(left, self.value_boundary(left), values),
                     layer.surviving.cut(left),
@@ -266,7 +269,7 @@ class QuantizationCompressor(BaseCompressor):
         self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
     ) -> CompressedKV:
         rebuilt = [
-            None if s is None else CodedLayer.from_stored(s, self.key_codec(s.descriptor), self.value_codec(s.descriptor))
+            None if s is None else self.layer_type.from_stored(s, self.key_codec(s.descriptor), self.value_codec(s.descriptor))
             for s in layers
         ]
         return self._wrap(tokens, descriptors, rebuilt)
@@ -275,7 +278,7 @@ class QuantizationCompressor(BaseCompressor):
         # Checked on arrival, not when encoded: the error must not depend on where a boundary falls.
         require_finite(self.name, layer, keys=keys, values=values)
         tokens = held.tokens + keys.shape[1]
-        return CodedLayer(
+        return self.layer_type(
             held.keys.appended(keys, self.key_boundary(tokens)),
             held.values.appended(values, self.value_boundary(tokens)),
             held.surviving.grown(keys.shape[1]),

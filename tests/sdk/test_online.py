@@ -131,6 +131,18 @@ def test_a_mask_that_hides_nothing_is_no_mask() -> None:
     assert same_bits(bits(plain), bits(masked))
 
 
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 99))
+def test_merging_is_folding(here: int, there: int, seed: int) -> None:
+    query, keys, values = inputs(here + there, seed)
+    state, other, together = fresh(), fresh(), fresh()
+    state.fold(query, keys[:, :here] * 3, values[:, :here])
+    other.fold(query, keys[:, here:], values[:, here:])
+    together.fold(query, torch.cat([keys[:, :here] * 3, keys[:, here:]], 1), values)
+    state.merge(other)
+    torch.testing.assert_close(state.output(), together.output())
+    torch.testing.assert_close((state.top, state.total), (together.top, together.total))
+
+
 def test_a_row_that_saw_nothing_gives_zeros() -> None:
     assert fresh().output().eq(0).all()
 

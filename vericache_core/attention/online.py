@@ -71,6 +71,14 @@ class AttentionState:
             acc = torch.where(unseen, self.acc, acc)
         self.acc, self.top, self.total = acc, top.view(heads, rows), total.view(heads, rows)
 
+    def merge(self, other: AttentionState) -> None:
+        """Fold in what ``other`` saw, as if its keys had been folded here; ``other`` has the same shapes."""
+        top = torch.maximum(self.top, other.top)
+        base = torch.where(top == float("-inf"), torch.zeros_like(top), top)
+        mine, theirs = torch.exp(self.top - base), torch.exp(other.top - base)
+        self.acc = self.acc * mine.unsqueeze(-1) + other.acc * theirs.unsqueeze(-1)
+        self.top, self.total = top, self.total * mine + other.total * theirs
+
     def output(self) -> Tensor:
         """``[heads, rows, value_dim]`` float32; zeros for a row that saw no key."""
         empty = self.total == 0

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vericache_compressor_kivi import KeyCodec, KiviCompressor, KiviOptions, ValueCodec
-from vericache_compressor_kivi.codecs import LARGEST_RANGE, quantize
 from vericache_compressor_kivi.plugin import vericache_compressors
 from vericache_core import CompressContext, CompressedKV, LayerDescriptor, PrefixView
 from vericache_core.attention.online import AttentionState
 from vericache_core.coded import CodedLayer
 from vericache_core.errors import CompressorFault, OptionError
+from vericache_core.minmax import LARGEST_RANGE, quantize
 from vericache_core.plugins.options import parse_options
 from vericache_core.plugins.testing import isolated_registry
 
