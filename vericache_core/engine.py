@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing
 from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig
-from vericache_core.errors import ConfigError, PromptError, VeriCacheError
+from vericache_core.errors import CompressorFault, ConfigError, PromptError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit
 from vericache_core.model.load import load_model
@@ -26,13 +26,14 @@ from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop, uncompressed_layers
 from vericache_core.runtime.metrics import RequestMetrics
 from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
-from vericache_core.runtime.request import Request
+from vericache_core.runtime.request import Request, describe
 from vericache_core.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Progress = Callable[[int, int, int, int], None]
 _CONFIGURED = "configured"
 
 
@@ -135,6 +136,7 @@ class Engine:
         *,
         compressor: str | None = _CONFIGURED,
         record_logits: bool = False,
+        progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs come in the order of the prompts.
 
@@ -144,6 +146,7 @@ class Engine:
             compressor: overrides the configured one; ``None`` is plain full-KV decoding, the reference that
                 identity is measured against.
             record_logits: keep the logits row behind every committed token.
+            progress: called after each step with (prompt rows done, prompt rows, new tokens, most new tokens).
 
         Raises:
             PromptError, ConfigError: before anything runs. A failure of one request while running ends that
@@ -162,6 +165,8 @@ class Engine:
                     self.loop.add(request)
                 while any(not request.finished for request in requests):
                     self.loop.step()
+                    if progress is not None:
+                        progress(*_progress(requests))
             finally:
                 for request in requests:
                     self._drop(request)
@@ -180,10 +185,11 @@ class Engine:
             self.loop.add(request)
         seen = 0
         try:
-            done = request.finished
+            done = False
             while not done:
                 with self._lock:
-                    self.loop.step()
+                    if not request.finished:
+                        self.loop.step()
                 done = request.finished
                 if done and request.error is not None:
                     raise request.error
@@ -232,8 +238,14 @@ class Engine:
         options = self.config.compressor_options() if name == self.config.compressor else {}
         compressor = self._registry.create(name, options)
         check = getattr(compressor, "check_layers", None)
-        if callable(check):  # part of the bases, not of the protocol
-            check(self.adapter.layers)
+        try:
+            if callable(check):  # part of the bases, not of the protocol
+                check(self.adapter.layers)
+            _ = compressor.needs, [compressor.supports(layer) for layer in self.adapter.layers]
+        except VeriCacheError:
+            raise
+        except Exception as error:
+            raise CompressorFault(f"compressor {name!r} failed when it was attached", cause=describe(error)) from error
         return compressor
 
     def _full_kv(self, compressor: Compressor | None, tokens: int) -> FullKV:
@@ -284,6 +296,15 @@ class Engine:
             error=request.error,
             logits=logits,
         )
+
+
+def _progress(requests: Sequence[Request]) -> tuple[int, int, int, int]:
+    return (
+        sum(min(request.full.tokens, request.prompt_tokens) for request in requests),
+        sum(request.prompt_tokens for request in requests),
+        sum(len(request.generated) for request in requests),
+        sum(request.params.max_new_tokens for request in requests),
+    )
 
 
 def is_single_prompt(prompts: Any) -> bool:

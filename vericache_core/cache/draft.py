@@ -82,16 +82,18 @@ class DraftKV:
                 cause=f"the model has {descriptor.kv_heads}",
             )
         pages = PagedRows(descriptor, self._full.device)
-        self._pages[index], self._maps[index] = pages, layer.surviving
+        # A map of our own: the full KV is put together from what it says, and a plugin may still hold the other one.
+        surviving = HeadMap([layer.surviving.head(h) for h in range(descriptor.kv_heads)], layer.surviving.tokens)
+        self._pages[index], self._maps[index] = pages, surviving
         if not isinstance(layer, PlainLayer):
             self._coded[index] = layer
             return
         keys, values = self._full.read(index, 0, self.prefix_tokens)
-        pages.reserve(max(layer.surviving.counts))
+        pages.reserve(max(surviving.counts))
         for head in range(descriptor.kv_heads):
-            at = layer.surviving.head(head).to(keys.device)
+            at = surviving.head(head).to(keys.device)
             pages.put_head(head, keys[head].index_select(0, at), values[head].index_select(0, at))
-        pages.lengths = np.array(layer.surviving.counts, dtype=np.int64)
+        pages.lengths = np.array(surviving.counts, dtype=np.int64)
 
     @property
     def tokens(self) -> int:
@@ -185,7 +187,7 @@ class DraftKV:
         for index, pages in self._pages.items():
             layer = extended.layers[index]
             assert layer is not None
-            self._maps[index] = layer.surviving
+            self._maps[index] = self._maps[index].grown(self.tail)
             if index in self._coded:
                 self._coded[index] = layer
                 pages.rollback(self.tail)

@@ -60,6 +60,7 @@ class FullKV:
     ) -> None:
         self.layers, self.device, self.tier = tuple(layers), device, tier
         self.tokens = 0
+        self.pinned = frozenset(pinned)
         offloaded = [layer for layer in layers if tier != "device" and layer.index not in pinned]
         self._offloaded = [layer.index for layer in offloaded]
         self._device = {layer.index: PagedRows(layer, device) for layer in layers if layer.index not in self._offloaded}

@@ -138,7 +138,7 @@ class StepLoop:
         if segment.want.phase == "draft":
             request.take_draft(logits[0])
             return
-        kept = request.take_rows(segment.want, logits)
+        kept = request.take_rows(segment.want, segment.count, logits)
         request.full.advance(kept)
         request.metrics.full_kv_bytes = sum(layer.token_bytes for layer in self.adapter.layers) * request.full.tokens
         if request.draft is not None:
@@ -166,8 +166,8 @@ class StepLoop:
         compressor, seen = request.compressor, self._observations.pop(request.number)
         assert compressor is not None
         started = time.perf_counter()
-        uncompressed = uncompressed_layers(self.adapter, compressor)
-        supported = [layer.index for layer in self.adapter.layers if layer.index not in uncompressed]
+        # What was asked when the request came in: a compressor that changes its mind must not move layers about.
+        supported = [layer.index for layer in self.adapter.layers if layer.index not in request.full.pinned]
         try:
             context = self._context(request, seen)
             prefix = self._prefix(request, supported)
@@ -273,7 +273,7 @@ class StepLoop:
         except VeriCacheError as again:
             request.fail(again)
             return
-        request.compress_at = len(request.tokens) - 1 if request.generated else request.prompt_tokens
+        request.compress_at = len(request.tokens)  # the newest token is recomputed too: one prefill to the end
         if request.compressor is not None:
             self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
 

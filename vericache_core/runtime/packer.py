@@ -24,15 +24,21 @@ class Segment(Generic[R]):
 def pack(wants: Sequence[tuple[R, Want]], rows: int) -> list[Segment[R]]:
     """Place wants into at most ``rows`` rows.
 
-    Single-row wants (drafts, plain decoding) come first because each lets a request go on; verifies and
-    then prefills fill the rest, cut where the step ends. A cut want is simply asked for again: its first
-    rows are authoritative whether or not the rest came along. Within a kind the order given holds, so a
-    caller that rotates it is fair.
+    Single-row wants (drafts, plain decoding) come first because each lets a request go on, but leave a
+    quarter of the step to the others, so that many of them starve nobody; verifies and then prefills fill
+    the rest, cut where the step ends, and the first in the order given comes before its kind. A cut want is
+    simply asked for again: its first rows are authoritative whether or not the rest came along. A caller
+    that rotates the order is fair: every request gets a row before the order has gone round once.
     """
     rank = {"draft": 0, "decode": 0, "verify": 1, "prefill": 2}
+    single = [entry for entry in wants if rank[entry[1].phase] == 0]
+    blocks = sorted((entry for entry in wants if rank[entry[1].phase]), key=lambda entry: rank[entry[1].phase])
+    if blocks and any(entry is wants[0] for entry in blocks):
+        blocks = [wants[0], *(entry for entry in blocks if entry is not wants[0])]
     segments: list[Segment[R]] = []
     first = 0
-    for request, want in sorted(wants, key=lambda entry: rank[entry[1].phase]):
+    share = rows - max(1, rows // 4) if blocks else rows
+    for request, want in [*single[:share], *blocks, *single[share:]]:
         count = min(len(want.tokens), rows - first)
         if count <= 0:
             break

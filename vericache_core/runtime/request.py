@@ -113,13 +113,13 @@ class Request:
         self.draft.advance(1)
         self.drafts.append(self.chooser.draft(logits, [*self.generated, *self.drafts]))
 
-    def take_rows(self, want: Want, logits: Tensor) -> int:
-        """An authoritative step answered with ``logits [count, vocab]`` for the first ``count`` wanted rows.
+    def take_rows(self, want: Want, count: int, logits: Tensor) -> int:
+        """An authoritative step computed the first ``count`` wanted rows; ``logits`` is ``[count, vocab]``.
 
         Commits token by token up to the first disagreement, the end of the request, or the last row.
-        Returns how many rows of KV stay.
+        Returns how many rows of KV stay. Rows before the newest committed token decide nothing: a step that
+        carries only such rows may come without logits.
         """
-        count = logits.shape[0]
         decided = len(self.tokens) - want.position - 1  # row that answers for the newest committed token
         if count <= decided:
             return count

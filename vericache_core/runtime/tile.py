@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import LayerDescriptor
@@ -55,7 +56,10 @@ class TileAttention:
                 continue
             mine = slice(segment.first, segment.first + segment.count)
             self._finish(segment, index, key[mine], value[mine])
-            self._observe(segment, index, query[mine], key[mine])
+            try:
+                self._observe(segment, index, query[mine], key[mine])
+            except SwapError as error:
+                raise StepFault(segment.request, error) from error
         return output.to(query.dtype)
 
     def _job(self, segment: Segment[Request], layer: LayerDescriptor) -> AttentionJob:
@@ -89,9 +93,17 @@ class _Guarded:
     def __init__(self, prefix: Any, request: Request) -> None:
         self._prefix, self._request = prefix, request
 
-    def attend(self, query: Tensor, state: Any) -> None:
+    def attend(self, query: Tensor, state: AttentionState) -> None:
+        shapes = _shapes(state)
         try:
             self._prefix.attend(query, state)
+            if _shapes(state) != shapes:
+                raise ValueError(f"attend() left a softmax state of {_shapes(state)}, expected {shapes}")  # noqa: TRY301
         except Exception as error:
             fault = CompressorFault("a compressor failed while its KV was attended to", cause=describe(error))
             raise StepFault(self._request, fault) from error
+
+
+def _shapes(state: AttentionState) -> list[str]:
+    """Shape and dtype of each part of a softmax state."""
+    return [f"{tuple(part.shape)} {part.dtype}" for part in (state.top, state.total, state.acc)]
