@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Models of the tests are so small that threads only wait for each other; Numba reads this when it is imported.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.testing import isolated_registry, on_path
+
+torch.set_num_threads(1)
 
 # No deadline: the first tensor operation of a process is slow and says nothing about the code.
 settings.register_profile("vericache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -24,8 +33,14 @@ def vericache_registry() -> Iterator[Registry]:
 
 
 @pytest.fixture
-def plugin_folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder on ``sys.path`` for `write_distribution`."""
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder on ``sys.path`` for `write_distribution`; what is installed elsewhere is out of sight."""
+    everywhere = importlib.metadata.distributions
+
+    def here() -> Iterator[importlib.metadata.Distribution]:
+        return (found for found in everywhere() if Path(str(found.locate_file(""))).is_relative_to(tmp_path))
+
+    monkeypatch.setattr(importlib.metadata, "distributions", here)
     folder = tmp_path / "site"
     folder.mkdir()
     with on_path(folder):
