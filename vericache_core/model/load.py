@@ -13,6 +13,8 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,9 @@ def load_model(name: str, dtype: torch.dtype | None = None, device: str = "cpu")
 
     source = _resolve(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+            tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"model {name!r} could not be loaded", cause=first_line, hint="-m demo works offline") from error
@@ -72,6 +75,20 @@ def _demo_file() -> Path:
     return files[0]
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Loading takes a second; the bars of transformers would only scroll the caller's own output away."""
+    from transformers.utils import logging as library
+
+    shown = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            library.enable_progress_bar()
+
+
 def cache_folder() -> Path:
     """Folder for converted weights: ``VERICACHE_CACHE``, or ``vericache`` under the user's cache folder."""
     own = os.environ.get("VERICACHE_CACHE")
@@ -87,19 +104,22 @@ def _converted(file: Path) -> Path:
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)
-    # The major version decides the layout of what is saved; conversions of different majors do not mix.
-    release = importlib.metadata.version("transformers").split(".")[0]
-    target = cache_folder() / f"gguf-{digest.hexdigest()[:24]}-transformers{release}"
+    target = cache_folder() / f"gguf-{digest.hexdigest()[:24]}-transformers-{importlib.metadata.version('transformers')}"
     if target.is_dir():
         return target
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.warning("converting %s once (about 20 s); kept in %s", file.name, target)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    except (OSError, ValueError, KeyError) as error:
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise UsageError(f"{file} could not be read as GGUF", cause=str(error).splitlines()[0]) from error
+    # The weights are plain float32 now; newer releases still call the model quantized and would refuse to save it.
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.hf_quantizer = None
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
     try:
