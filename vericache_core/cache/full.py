@@ -165,8 +165,15 @@ class FullKV:
         """
         if not 0 <= rows <= self.tokens:
             raise IndexError(f"cannot roll back {rows} of {self.tokens} rows")
-        for pages in self._device.values():
-            pages.rollback(rows)
+        done: list[PagedRows] = []
+        try:
+            for pages in self._device.values():
+                pages.rollback(rows)
+                done.append(pages)
+        except IndexError:
+            for pages in done:  # one layer cannot go back, so none does
+                pages.grow_lengths(rows)
+            raise
         self.tokens -= rows
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
