@@ -106,10 +106,9 @@ def test_min_new_tokens_holds_eos_back_in_drafts_and_verifies_alike() -> None:
         assert_same(found, expected)
         assert len(found.token_ids) >= least
         assert found.metrics.acceptance == 1.0 or found.metrics.drafted == 0
-        for kind in ("anti-oracle", "noisy"):
-            with drafting(
-                Scripted({tuple(PROMPT): expected.token_ids}, VOCAB, (0, 3, 7)) if kind == "noisy" else drafters()[kind]
-            ):
+        scripted = Scripted({tuple(PROMPT): expected.token_ids}, VOCAB, (0, 3, 7))
+        for drafter in (drafters()["anti-oracle"], scripted):
+            with drafting(drafter):
                 (again,) = ending_with(eos).generate(PROMPT, params, record_logits=True)
             assert_same(again, expected)
 

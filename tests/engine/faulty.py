@@ -1,0 +1,149 @@
+"""Compressors and disks that misbehave in one named way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vericache_core.attention.online import AttentionState
+from vericache_core.builtin import IdentityCompressor, IdentityOptions
+from vericache_core.context import CompressContext, Needs
+from vericache_core.index_map import HeadMap
+from vericache_core.kv import CompressedKV, CompressedLayer, LayerDescriptor, PrefixView
+from vericache_core.plugins.spec import API_VERSION, CompressorSpec
+
+
+def spec(name: str, factory: Callable[[Any], Any], options: Any = IdentityOptions) -> CompressorSpec:
+    return CompressorSpec(name=name, factory=factory, options=options, kind="token-drop", api_version=API_VERSION)
+
+
+class Faulty(IdentityCompressor):
+    """The identity compressor with one method replaced; ``calls`` counts over all requests."""
+
+    name = "faulty"
+
+    def __init__(self, options: Any, fault: str, state: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.fault, self.state = fault, state
+
+    @property
+    def needs(self) -> Needs:
+        if self.fault == "needs":
+            raise RuntimeError("needs broke")
+        return Needs(queries=4, attention_mass=True, scoring=True)
+
+    def supports(self, layer: LayerDescriptor) -> bool:
+        if self.fault == "supports":
+            raise RuntimeError("supports broke")
+        return super().supports(layer)
+
+    def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        if self.fault == "compress":
+            raise RuntimeError("compress broke")
+        if self.fault == "exit":
+            raise SystemError("compress broke badly")
+        if self.fault == "none":
+            return None  # type: ignore[return-value]
+        if self.fault == "observer":
+            context.score([1, 2, 3], lambda layer, queries, keys: 1 / 0)  # type: ignore[arg-type, return-value]
+        made = super().compress(prefix, context)
+        if self.fault == "mutate":
+            for layer in prefix.layers:
+                for part in (*prefix.rows(layer.index), context.queries(layer.index), context.attention_mass(layer.index)):
+                    part.fill_(float("nan"))
+        layers = list(made.layers)
+        first = next(i for i, layer in enumerate(layers) if layer is not None)
+        held = layers[first]
+        assert held is not None
+        if self.fault == "missing layer":
+            layers[first] = None
+        elif self.fault == "too few layers":
+            layers = layers[:-1]
+        elif self.fault == "heads":
+            layers[first] = _Strange(HeadMap.everything(prefix.tokens, 7), "nothing")
+        elif self.fault == "tokens":
+            return CompressedKV(self.name, {}, prefix.tokens - 1, made.descriptors, tuple(layers))
+        elif self.fault == "map":
+            held.surviving = HeadMap.everything(prefix.tokens + 1, 2)
+        elif self.fault == "negative":
+            held.surviving.counts = tuple(-1 for _ in held.surviving.counts)
+        elif self.fault == "empty head":
+            held.surviving = HeadMap([torch.arange(0), torch.arange(prefix.tokens)], prefix.tokens)
+        elif self.fault in {"attend", "late attend", "wrong shape", "nan", "mutate query"}:
+            layers[first] = _Strange(HeadMap.everything(prefix.tokens, held.surviving.kv_heads), self.fault)
+        elif self.fault == "keep":
+            self.state["kept"] = [layer for layer in layers if layer is not None]
+        return CompressedKV(self.name, {}, prefix.tokens, made.descriptors, tuple(layers))
+
+    def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
+        if self.fault == "extend":
+            raise RuntimeError("extend broke")
+        made = super().extend(compressed, rows, context)
+        if self.fault == "extend mutates":
+            for part in compressed.layers:
+                for tensor in part.tensors().values() if part is not None else ():
+                    tensor.fill_(float("nan"))
+            for layer in rows.layers:
+                if compressed.layers[layer.index] is not None:
+                    rows.keys(layer.index).fill_(float("nan"))
+        if self.fault == "extend forgets":
+            return compressed
+        return made
+
+
+class _Strange(CompressedLayer):
+    """A compressed layer whose attention goes wrong."""
+
+    def __init__(self, surviving: HeadMap, fault: str) -> None:
+        self.surviving, self.fault, self.calls = surviving, fault, 0
+
+    def attend(self, query: torch.Tensor, state: AttentionState) -> None:
+        self.calls += 1
+        if self.fault == "attend" or (self.fault == "late attend" and self.calls == 9):
+            raise RuntimeError("attend broke")
+        if self.fault == "wrong shape":
+            state.acc = state.acc[:, :, :1]
+        if self.fault == "nan":
+            state.acc.fill_(float("nan"))
+            state.top.fill_(float("nan"))
+        if self.fault == "mutate query":
+            query.fill_(float("inf"))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@contextmanager
+def failing_disk(kind: str, calls: set[int]) -> Iterator[list[int]]:
+    """Let the given calls (counted from 0) of ``pwrite`` or ``preadv`` fail; yields the calls that were made.
+
+    ``kind``: ``ENOSPC``, ``EDQUOT`` and ``short write`` strike writes, ``EIO`` and ``short read`` strike reads.
+    """
+    reading = kind in {"EIO", "short read"}
+    name = "preadv" if reading else "pwrite"
+    original: Any = getattr(os, name)
+    made: list[int] = []
+
+    def call(file: int, data: Any, offset: int) -> int:
+        made.append(len(made))
+        if made[-1] not in calls:
+            done: int = original(file, data, offset)
+            return done
+        if kind.startswith("short"):
+            if reading:
+                data[0][:] = bytes(b"\xff" * len(data[0]))
+            else:
+                original(file, bytes(data)[: len(data) // 2], offset)
+            return len(data[0] if reading else data) // 2
+        raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
+
+    setattr(os, name, call)
+    try:
+        yield made
+    finally:
+        setattr(os, name, original)
