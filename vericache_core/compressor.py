@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -107,13 +107,13 @@ class TokenDropCompressor(BaseCompressor):
     arrive later through :meth:`extend` are all kept.
     """
 
-    @abstractmethod
     def score(self, layer: LayerDescriptor, keys: Tensor, values: Tensor, context: CompressContext) -> Tensor:
         """Importance ``[kv_heads, tokens]`` in float32, higher is kept.
 
         ``keys`` is ``[kv_heads, tokens, head_dim]``, ``values`` ``[kv_heads, tokens, value_dim]``, both in
         the model's dtype: cast to float32 first, low-precision scores are mostly ties.
         """
+        raise NotImplementedError(f"{type(self).__name__} writes neither score() nor scores()")
 
     def protected(self, layer: LayerDescriptor, tokens: int, context: CompressContext) -> Tensor:
         """Positions that survive whatever their score, bool ``[tokens]``. Default: the context's spans."""
@@ -132,24 +132,43 @@ class TokenDropCompressor(BaseCompressor):
         return [[count] * layer.kv_heads for layer in layers]
 
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        return self.select(prefix, self.scores(prefix, context), context)
+
+    def scores(self, prefix: PrefixView, context: CompressContext) -> dict[int, Tensor]:
+        """Scores of all supported layers by layer number, float32 ``[kv_heads, tokens]`` on the CPU.
+
+        They do not depend on the budget: keep them, and :meth:`select` gives any budget without scoring again.
+        Override instead of :meth:`score` where all layers are scored together.
+        """
+        return {
+            layer.index: self.score(layer, *prefix.rows(layer.index), context).detach().float().cpu()
+            for layer in prefix.layers
+            if self.supports(layer)
+        }
+
+    def select(self, prefix: PrefixView, scores: Mapping[int, Tensor], context: CompressContext) -> CompressedKV:
+        """Spend the budget on the best scores and gather the rows.
+
+        Raises:
+            CompressorFault: a score is missing, of the wrong shape, or NaN.
+        """
         layers = [layer for layer in prefix.layers if self.supports(layer)]
-        scores, floors = [], []
+        ranked, floors = [], []
         for layer in layers:
-            keys, values = prefix.rows(layer.index)
-            score = self.score(layer, keys, values, context).detach().float().cpu()
-            if score.shape != (layer.kv_heads, prefix.tokens):
+            score = scores.get(layer.index)
+            if score is None or score.shape != (layer.kv_heads, prefix.tokens):
                 raise CompressorFault(
-                    f"{self.name}: score of layer {layer.index} has shape {tuple(score.shape)}",
+                    f"{self.name}: score of layer {layer.index} has shape {None if score is None else tuple(score.shape)}",
                     cause=f"expected (kv_heads, tokens) = {(layer.kv_heads, prefix.tokens)}",
                 )
             if bool(torch.isnan(score).any()):
                 raise CompressorFault(f"{self.name}: score of layer {layer.index} contains NaN")
             must = self.protected(layer, prefix.tokens, context)
-            scores.append(score.masked_fill(must, float("inf")))
+            ranked.append(score.masked_fill(must, float("inf")))
             floors.append(int(must.sum()))
-        counts = self.allocate(layers, scores, prefix.tokens)
+        counts = self.allocate(layers, ranked, prefix.tokens)
         stored: list[CompressedLayer | None] = [None] * len(prefix.layers)
-        for layer, score, floor, per_head in zip(layers, scores, floors, counts, strict=True):
+        for layer, score, floor, per_head in zip(layers, ranked, floors, counts, strict=True):
             kept = [min(prefix.tokens, max(count, floor, 1)) for count in per_head]
             heads = [stable_topk(score[h], kept[h]) for h in range(layer.kv_heads)]
             stored[layer.index] = PlainLayer.gather(*prefix.rows(layer.index), HeadMap(heads, prefix.tokens))

@@ -109,6 +109,25 @@ def test_adversarial_noise_is_that_of_the_row_alone() -> None:
     assert whole.keys.decoded().std() > 5  # type: ignore[union-attr]
 
 
+def test_scores_serve_any_budget() -> None:
+    prefix = view(LAYERS, cache(LAYERS, 40), 0, 40)
+    scores = NormDropper().scores(prefix, CONTEXT)
+    for keep in (0.1, 0.5):
+        compressor = NormDropper(Budget(keep=keep))
+        assert stored_bytes(compressor.select(prefix, scores, CONTEXT)) == stored_bytes(compressor.compress(prefix, CONTEXT))
+    del scores[2]
+    with pytest.raises(CompressorFault, match="score of layer 2 has shape None"):
+        NormDropper().select(prefix, scores, CONTEXT)
+
+
+def test_a_dropper_without_a_score_says_so() -> None:
+    class Empty(TokenDropCompressor):
+        name = "empty"
+
+    with pytest.raises(NotImplementedError, match="Empty writes neither"):
+        Empty(Budget()).compress(view(LAYERS, cache(LAYERS, 4), 0, 4), CONTEXT)
+
+
 class Broken(TokenDropCompressor):
     name = "broken"
 
