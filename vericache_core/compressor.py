@@ -122,7 +122,9 @@ class TokenDropCompressor(BaseCompressor):
             mask[start:stop] = True
         return mask
 
-    def allocate(self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int) -> list[list[int]]:
+    def allocate(
+        self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int, context: CompressContext
+    ) -> list[list[int]]:
         """Kept count per layer and KV head. Default: the options' budget everywhere.
 
         ``scores`` holds ``[kv_heads, tokens]`` of the supported layers, in order, protected positions at
@@ -166,7 +168,7 @@ class TokenDropCompressor(BaseCompressor):
             must = self.protected(layer, prefix.tokens, context)
             ranked.append(score.masked_fill(must, float("inf")))
             floors.append(int(must.sum()))
-        counts = self.allocate(layers, ranked, prefix.tokens)
+        counts = self.allocate(layers, ranked, prefix.tokens, context)
         stored: list[CompressedLayer | None] = [None] * len(prefix.layers)
         for layer, score, floor, per_head in zip(layers, ranked, floors, counts, strict=True):
             kept = [min(prefix.tokens, max(count, floor, 1)) for count in per_head]

@@ -64,7 +64,9 @@ class SnapKVCompressor(TokenDropCompressor):
         mask[max(0, tokens - min(self.options.window, self.options.kept_tokens(tokens))) :] = True
         return mask
 
-    def allocate(self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int) -> list[list[int]]:
+    def allocate(
+        self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int, context: CompressContext
+    ) -> list[list[int]]:
         capacity = self.options.kept_tokens(tokens)
         fixed = int(torch.isinf(scores[0][0]).sum()) if scores else 0  # the same in every layer and head
         average = max(0, capacity - fixed)
