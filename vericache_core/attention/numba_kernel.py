@@ -67,6 +67,25 @@ def _load(address: Any, kind: Any, count: Any, target: Any) -> Any:
             target[i] = float_from_half(halves[i])
 
 
+@njit(inline="always", fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _add_four(target: Any, factors: Any, rows: Any, width: Any) -> Any:
+    """``target += factors @ rows`` for four rows of ``width``, added one after the other.
+
+    Four at a time keep ``target`` in registers between them: the same bits as four calls of ``_add_one``,
+    more than twice as fast.
+    """
+    a, b, c, e = factors[0], factors[1], factors[2], factors[3]
+    first, second, third, fourth = rows[:width], rows[width : 2 * width], rows[2 * width : 3 * width], rows[3 * width :]
+    for i in range(width):
+        target[i] = target[i] + a * first[i] + b * second[i] + c * third[i] + e * fourth[i]
+
+
+@njit(inline="always", fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _add_one(target: Any, factor: Any, row: Any, width: Any) -> Any:
+    for i in range(width):
+        target[i] += factor * row[i]
+
+
 @njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
 def _attend(  # noqa: C901, PLR0912 (a kernel is one loop nest)
     query: Any,
@@ -108,10 +127,10 @@ def _attend(  # noqa: C901, PLR0912 (a kernel is one loop nest)
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     for j in range(PAGE):
                         weights[j] = np.float32(0.0)
-                    for d in range(head_dim):
-                        q = query[row, head, d]
-                        for j in range(PAGE):
-                            weights[j] += q * keys[d * PAGE + j]
+                    for d in range(0, head_dim - 3, 4):
+                        _add_four(weights, query[row, head, d : d + 4], keys[d * PAGE : (d + 4) * PAGE], PAGE)
+                    for d in range(head_dim - head_dim % 4, head_dim):
+                        _add_one(weights, query[row, head, d], keys[d * PAGE : (d + 1) * PAGE], PAGE)
                     peak = top[row, head]
                     for j in range(begin, end):
                         peak = max(peak, weights[j])
@@ -134,10 +153,11 @@ def _attend(  # noqa: C901, PLR0912 (a kernel is one loop nest)
                     total[row, head] = total[row, head] * decay + mass
                     for d in range(value_dim):
                         acc[row, head, d] *= decay
-                    for j in range(begin, end):
-                        w = weights[j]
-                        for d in range(value_dim):
-                            acc[row, head, d] += w * values[j * value_dim + d]
+                    whole = begin + (end - begin) // 4 * 4
+                    for j in range(begin, whole, 4):
+                        _add_four(acc[row, head], weights[j : j + 4], values[j * value_dim : (j + 4) * value_dim], value_dim)
+                    for j in range(whole, end):
+                        _add_one(acc[row, head], weights[j], values[j * value_dim : (j + 1) * value_dim], value_dim)
 
 
 @njit(error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
