@@ -43,10 +43,9 @@ class Faulty(IdentityCompressor):
         return super().supports(layer)
 
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
-        if self.fault == "compress":
-            raise RuntimeError("compress broke")
-        if self.fault == "exit":
-            raise SystemError("compress broke badly")
+        raised: dict[str, Exception] = {"compress": RuntimeError("compress broke"), "exit": SystemError("compress broke badly")}
+        if self.fault in raised:
+            raise raised[self.fault]
         if self.fault == "none":
             return None  # type: ignore[return-value]
         if self.fault == "observer":
@@ -56,29 +55,33 @@ class Faulty(IdentityCompressor):
             for layer in prefix.layers:
                 for part in (*prefix.rows(layer.index), context.queries(layer.index), context.attention_mass(layer.index)):
                     part.fill_(float("nan"))
-        layers = list(made.layers)
+        layers = self._spoiled(list(made.layers), prefix.tokens)
+        tokens = prefix.tokens - (self.fault == "tokens")
+        return CompressedKV(self.name, {}, tokens, made.descriptors, tuple(layers))
+
+    def _spoiled(self, layers: list[CompressedLayer | None], tokens: int) -> list[CompressedLayer | None]:
         first = next(i for i, layer in enumerate(layers) if layer is not None)
         held = layers[first]
         assert held is not None
-        if self.fault == "missing layer":
-            layers[first] = None
-        elif self.fault == "too few layers":
-            layers = layers[:-1]
-        elif self.fault == "heads":
-            layers[first] = _Strange(HeadMap.everything(prefix.tokens, 7), "nothing")
-        elif self.fault == "tokens":
-            return CompressedKV(self.name, {}, prefix.tokens - 1, made.descriptors, tuple(layers))
-        elif self.fault == "map":
-            held.surviving = HeadMap.everything(prefix.tokens + 1, 2)
-        elif self.fault == "negative":
-            held.surviving.counts = tuple(-1 for _ in held.surviving.counts)
-        elif self.fault == "empty head":
-            held.surviving = HeadMap([torch.arange(0), torch.arange(prefix.tokens)], prefix.tokens)
-        elif self.fault in {"attend", "late attend", "wrong shape", "nan", "mutate query"}:
-            layers[first] = _Strange(HeadMap.everything(prefix.tokens, held.surviving.kv_heads), self.fault)
-        elif self.fault == "keep":
+        heads, everything = held.surviving.kv_heads, torch.arange(tokens)
+        if self.fault == "too few layers":
+            return layers[:-1]
+        if self.fault == "negative":
+            held.surviving.counts = (-1,) * heads
+        if self.fault == "keep":
             self.state["kept"] = [layer for layer in layers if layer is not None]
-        return CompressedKV(self.name, {}, prefix.tokens, made.descriptors, tuple(layers))
+        maps = {
+            "map": HeadMap.everything(tokens + 1, heads),
+            "empty head": HeadMap([everything[:0], everything], tokens),
+        }
+        held.surviving = maps.get(self.fault, held.surviving)
+        replaced: dict[str, CompressedLayer | None] = {
+            "missing layer": None,
+            "heads": _Strange(HeadMap.everything(tokens, heads + 5), "nothing"),
+            **{fault: _Strange(HeadMap.everything(tokens, heads), fault) for fault in _Strange.faults},
+        }
+        layers[first] = replaced.get(self.fault, held)
+        return layers
 
     def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
         if self.fault == "extend":
@@ -98,6 +101,8 @@ class Faulty(IdentityCompressor):
 
 class _Strange(CompressedLayer):
     """A compressed layer whose attention goes wrong."""
+
+    faults = ("attend", "late attend", "wrong shape", "nan", "mutate query")
 
     def __init__(self, surviving: HeadMap, fault: str) -> None:
         self.surviving, self.fault, self.calls = surviving, fault, 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from vericache_core.runtime.sampling_params import SamplingParams
 PROMPT = prompt(19, seed=4)
 TOKENS = 36
 KINDS = ("oracle", "anti-oracle", "noisy", "scripted", "own")
-ALL_PENALTIES = {
+ALL_PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.3,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,

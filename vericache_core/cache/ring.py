@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, pages_for
+from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
 
 
@@ -37,7 +38,11 @@ class SwapRing:
         return sum(extent.nbytes for extent in [*self._free, *self._busy.values()])
 
     def acquire(self, layer: LayerDescriptor, rows: int) -> PagedRows:
-        """An empty slot of ``layer`` with room for ``rows`` rows."""
+        """An empty slot of ``layer`` with room for ``rows`` rows.
+
+        Raises:
+            SwapError: there is no device memory for it.
+        """
         pages = pages_for(rows)
         slot = PagedRows(layer, self.device)
         fitting = [extent for extent in self._free if extent.pages >= pages and _fits(extent, layer)]
@@ -47,7 +52,10 @@ class SwapRing:
         else:
             # Slots that have become too small would otherwise pile up as requests grow.
             self._free = [other for other in self._free if not _fits(other, layer)]
-            extent = Extent.allocate(layer, pages + pages // 8 + 1, self.device)
+            try:
+                extent = Extent.allocate(layer, pages + pages // 8 + 1, self.device)
+            except (MemoryError, RuntimeError) as error:
+                raise SwapError(f"no device memory for {pages} pages of swapped KV", cause=str(error)) from error
         slot.adopt(extent)
         self._busy[id(slot)] = extent
         return slot

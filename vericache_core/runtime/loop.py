@@ -110,7 +110,10 @@ class StepLoop:
         tile = TileAttention(self.adapter.layers, segments, self._attend, observe)
         try:
             for segment in authoritative:
-                segment.request.full.open(segment.count, segment.request.draft)
+                try:
+                    segment.request.full.open(segment.count, segment.request.draft)
+                except SwapError as error:
+                    raise StepFault(segment.request, error) from error
             logits = self.adapter.step(tokens, positions, tile, logits=wanted)
             return logits, self.ring.nbytes
         finally:
