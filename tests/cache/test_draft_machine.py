@@ -17,7 +17,7 @@ from vericache_core.builtin import IdentityCompressor, IdentityOptions
 from vericache_core.cache.draft import DraftKV
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing
-from vericache_core.compressor import BaseCompressor
+from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext
 from vericache_core.errors import SwapError
 from vericache_core.kv import PrefixView
@@ -32,12 +32,13 @@ LAYERS = [
 COMPRESSED = (0, 2)
 
 
-def compressor_named(name: str) -> BaseCompressor:
-    return {
-        "identity": lambda: IdentityCompressor(IdentityOptions()),
-        "norm": lambda: NormDropper(Budget(keep=0.4)),
-        "round": lambda: RoundQuantizer(unit=2, residual=4),
-    }[name]()
+def compressor_named(name: str) -> Compressor:
+    every: dict[str, Compressor] = {
+        "identity": IdentityCompressor(IdentityOptions()),
+        "norm": NormDropper(Budget(keep=0.4)),
+        "round": RoundQuantizer(unit=2, residual=4),
+    }
+    return every[name]
 
 
 class DraftMachine(RuleBasedStateMachine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,12 +60,12 @@ def test_every_bit_comes_back_after_rejections_and_rollbacks(
     """NaN payloads, infinities, -0.0 and subnormals included; each step keeps some rows, then some are rolled back."""
     layers, ring = layers_of(dtype), SwapRing(2, CPU)
     full = FullKV(layers, CPU, tier, (2,), ring)
-    model: list[tuple[Tensor, Tensor]] = [
-        (torch.empty(layer.kv_heads, 0, layer.head_dim, dtype=dtype), torch.empty(layer.kv_heads, 0, layer.value_dim, dtype=dtype))
-        for layer in layers
-    ]  # fmt: skip
+    model = [
+        (bit_noise((one.kv_heads, 0, one.head_dim), dtype, 0), bit_noise((one.kv_heads, 0, one.value_dim), dtype, 0))
+        for one in layers
+    ]
     try:
-        for number, (count, keep, back) in enumerate(steps):
+        for number, (count, keep, wanted) in enumerate(steps):
             block = [
                 (
                     bit_noise((layer.kv_heads, count, layer.head_dim), dtype, 100 * number + layer.index),
@@ -80,7 +79,7 @@ def test_every_bit_comes_back_after_rejections_and_rollbacks(
                 (torch.cat([k, new_k[:, :kept]], 1), torch.cat([v, new_v[:, :kept]], 1))
                 for (k, v), (new_k, new_v) in zip(model, block, strict=True)
             ]
-            back = min(back, full.tokens)
+            back = min(wanted, full.tokens)
             full.rollback(back)
             model = [(k[:, : k.shape[1] - back], v[:, : v.shape[1] - back]) for k, v in model]
             full.check_integrity()
@@ -125,12 +124,12 @@ def test_a_failed_read_is_never_half_a_row(kind: str) -> None:
 
 
 def test_the_swap_file_has_no_name_and_its_descriptor_is_given_back(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
     full = FullKV([descriptor()], CPU, "disk", (), SwapRing(2, CPU), str(tmp_path))
     assert not list(tmp_path.iterdir())
     full.close()
     if before:
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_slots_are_never_shared_and_too_small_ones_are_dropped() -> None:

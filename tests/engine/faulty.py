@@ -47,7 +47,7 @@ class Faulty(IdentityCompressor):
         if self.fault in raised:
             raise raised[self.fault]
         if self.fault == "none":
-            return None  # type: ignore[return-value]
+            return None
         if self.fault == "observer":
             context.score([1, 2, 3], lambda layer, queries, keys: 1 / 0)  # type: ignore[arg-type, return-value]
         made = super().compress(prefix, context)

@@ -266,7 +266,8 @@ class StepLoop:
             request.fail(error)
             return
         request.recoveries += 1
-        log.warning("request %d: %s; recomputing its full KV", request.number, error)
+        # As text: a handler that keeps its records would keep the traceback, and with it the tensors of its frames.
+        log.warning("request %d: %s; recomputing its full KV", request.number, str(error))
         request.metrics.degraded.append(f"full KV recomputed: {error}")
         request.metrics.swap_bytes += request.full.moved_bytes
         request.forget_draft()
