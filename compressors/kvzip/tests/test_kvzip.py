@@ -176,6 +176,15 @@ def test_what_is_not_finite_is_refused_by_name(world: World, part: str) -> None:
         KVzipCompressor().compress(world.prefix, world.context(score_runner=poisoned))
 
 
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_prefix_that_is_not_finite_is_refused_by_name(world: World, part: str) -> None:
+    rows = {"keys": [k.clone() for k in world.keys], "values": [v.clone() for v in world.values]}
+    rows[part][1][1, 70, 2] = math.inf
+    with pytest.raises(CompressorFault, match=f"kvzip: {part} of layer 1"):
+        KVzipCompressor().compress(PrefixView.from_tensors(world.layers, rows["keys"], rows["values"]), world.context())
+    assert world.passes == []
+
+
 def test_without_a_tokenizer_the_way_out_is_named(world: World) -> None:
     with pytest.raises(CompressorFault, match="request=none"):
         KVzipCompressor().compress(world.prefix, world.context(encoder=None))

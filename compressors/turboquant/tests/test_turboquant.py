@@ -225,7 +225,7 @@ def test_the_sketch_changes_the_output() -> None:
     rows, turned = unit_vectors(64, 10), rotation("auto", 64, 0, "keys")
     codec = RotatedCodec(64, 3, turned, sketch=rotation("auto", 64, 0, "sketch"))
     codes = dict(codec.encode(rows))
-    without = codec.decode({**codes, "error": torch.zeros_like(codes["error"])})
+    without = codec.decode({**codes, "sketch_scale": torch.zeros_like(codes["sketch_scale"])})
     assert not torch.allclose(codec.decode(codes), without)
 
 
@@ -235,7 +235,8 @@ def test_zeros_and_extremes_stay_finite(options: dict[str, Any], dtype: torch.dt
     case = Case(8, [descriptor(dtype=dtype)])
     case.keys[0][:, 0], case.values[0][:, 0] = 0, 0
     case.keys[0][:, 1], case.values[0][:, 1] = 1e-7, -1e-7
-    case.keys[0][:, 2], case.values[0][:, 2] = 12000, -12000
+    case.keys[0][:, 2], case.values[0][:, 2] = 65504, -65504
+    case.keys[0][:, 3, ::2] = -65504
     held = layer_of(TurboQuantCompressor(TurboQuantOptions(**options)).compress(case.span(0, 8), CONTEXT))
     for stream in (held.keys, held.values):
         rows = torch.cat([piece.float() for _, piece in stream.pieces(100)], 1)
@@ -243,10 +244,10 @@ def test_zeros_and_extremes_stay_finite(options: dict[str, Any], dtype: torch.dt
         assert rows[:, 0].eq(0).all()
 
 
-def test_vectors_too_long_for_float16_are_refused_by_name() -> None:
+def test_vectors_too_large_for_float16_are_refused_by_name() -> None:
     case = Case(8)
-    case.values[1][0, 3] = 30000
-    with pytest.raises(CompressorFault, match=r"turboquant: values of layer 1: .*65504"):
+    case.values[1][0, 3] = 200_000
+    with pytest.raises(CompressorFault, match=r"turboquant: values of layer 1: .*float16"):
         TurboQuantCompressor().compress(case.span(0, 8), CONTEXT)
 
 

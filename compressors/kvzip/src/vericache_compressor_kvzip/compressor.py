@@ -14,6 +14,7 @@ from vericache_compressor_kvzip import score_file
 from vericache_compressor_kvzip.options import KVzipOptions
 from vericache_compressor_kvzip.passes import PassReader, Texts, plan
 from vericache_core import CompressContext, LayerDescriptor, Needs, PrefixView, TokenDropCompressor, stable_topk
+from vericache_core.compressor import require_finite
 
 ALGORITHM = 1
 """Version of the scores; raised whenever the same prefix would get others."""
@@ -50,6 +51,9 @@ class KVzipCompressor(TokenDropCompressor):
     def scores(self, prefix: PrefixView, context: CompressContext) -> dict[int, Tensor]:
         layers = {layer.index: layer for layer in prefix.layers if self.supports(layer)}
         scores = {index: torch.zeros((layer.kv_heads, prefix.tokens)) for index, layer in layers.items()}
+        for index, layer in layers.items():
+            keys, values = prefix.rows(index)
+            require_finite(self.name, layer, keys=keys, values=values)
         seen = self._spans(prefix.tokens, context)
         seen[: self.options.sinks] = True
         always, free = (torch.nonzero(part).flatten() for part in (seen, ~seen))

@@ -93,7 +93,6 @@ class PassReader:
         wanted = torch.cat([always, scoring.positions])
         for index, layer in layers.items():
             keys = prefix.keys(index)
-            require_finite(name, layer, keys=keys)
             space = keys.new_empty((layer.kv_heads, len(wanted) + self.rows, layer.head_dim), dtype=torch.float32)
             space[:, : len(wanted)] = keys.index_select(1, wanted.to(keys.device))
             self._keys[index] = space

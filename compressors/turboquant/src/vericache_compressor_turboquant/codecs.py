@@ -38,16 +38,19 @@ class SpaceCodec(Codec):
 
 
 class RotatedCodec(SpaceCodec):
-    """TurboQuant section 3.1 (algorithm 1): norm, rotation, nearest centroid per coordinate.
+    """TurboQuant section 3.1 (algorithm 1): length, rotation, nearest centroid per coordinate.
 
-    Codes (axis 1 counts tokens): ``codes`` uint8 ``[kv_heads, tokens, ceil(width * bits / 8)]``, ``norm``
-    float16 ``[kv_heads, tokens]``. With norm correction ``norm`` already contains the factor that gives the
-    decoded vector the length of the original. Zero vectors come back as zeros.
+    Codes (axis 1 counts tokens): ``codes`` uint8 ``[kv_heads, tokens, ceil(width * bits / 8)]``, ``scale``
+    float16 ``[kv_heads, tokens]``. A coordinate decodes to ``scale * table[code]``, where the table holds the
+    centroids of a unit vector times ``2 * sqrt(width)``: so a scale stays finite for every vector that float16
+    itself can hold. With norm correction the scale contains the factor that gives the decoded vector the length
+    of the original. Zero vectors come back as zeros.
 
     With ``sketch`` (section 3.2, algorithm 2, the QJL of the rounding error) one bit fewer goes into the
-    centroids; ``signs`` uint8 ``[kv_heads, tokens, ceil(width / 8)]`` and ``error`` float16 are added. The
-    sketch matrix is orthogonal, hence the factor ``sqrt(pi / 2) / sqrt(width)``; for a Gaussian matrix it would
-    be ``sqrt(pi / 2) / width``, and mixing them up shrinks the correction to nothing.
+    centroids; ``signs`` uint8 ``[kv_heads, tokens, ceil(width / 8)]`` and ``sketch_scale`` float16 are added:
+    the length of the error times ``sqrt(pi / 2) / sqrt(width)``. That factor belongs to an orthogonal sketch
+    matrix; for a Gaussian one it would be ``sqrt(pi / 2) / width``, and mixing them up shrinks the correction
+    to nothing.
 
     Args:
         width: head dimension.
@@ -58,7 +61,7 @@ class RotatedCodec(SpaceCodec):
         sketch: rotation of the error, or ``None``.
 
     Raises:
-        CompressorFault: a vector is longer than float16 can say (65504).
+        CompressorFault: the root mean square of a vector is beyond float16.
     """
 
     def __init__(
@@ -74,42 +77,39 @@ class RotatedCodec(SpaceCodec):
         self.width, self.rotation, self.label, self.sketch = width, rotation, label, sketch
         self.bits = bits if sketch is None else bits - 1
         self.norm_correction = norm_correction and sketch is None
-        self.centroids = torch.tensor(lloyd_max(width, self.bits), dtype=torch.float32)
-        self.edges = ((self.centroids[1:] + self.centroids[:-1]) / 2).tolist()
-        self.lookup = Lookup(self.centroids, self.bits)
+        centroids = torch.tensor(lloyd_max(width, self.bits), dtype=torch.float64)
+        self.edges = ((centroids[1:] + centroids[:-1]) / 2).tolist()
+        self.stretch = 2 * math.sqrt(width)
+        self.lookup = Lookup((centroids * self.stretch).float(), self.bits)
 
     def encode(self, rows: Tensor) -> Codes:
-        wide = rows.float()
-        norm = _length(wide)
-        unit = wide / torch.where(norm == 0, torch.ones_like(norm), norm).float().unsqueeze(-1)
         assert self.rotation is not None
-        turned = self.rotation.forward(unit)
+        wide = rows.float()
+        length = _length(wide)
+        turned = self.rotation.forward(wide / torch.where(length == 0, 1.0, length).float().unsqueeze(-1))
         codes = torch.zeros_like(turned, dtype=torch.uint8)
         for edge in self.edges:  # at most 15 passes, several times faster than a search per element
             codes += turned > edge
         made = {"codes": pack(codes, self.bits)}
         near = self.lookup(made["codes"], self.width)
-        if self.norm_correction:
-            norm = norm / _length(near)
-        made["norm"] = self._half(norm)
+        made["scale"] = self._half(length / (_length(near) if self.norm_correction else self.stretch))
         if self.sketch is not None:
-            error = turned - near
+            error = turned - near / self.stretch
             made["signs"] = pack((self.sketch.forward(error) > 0).to(torch.uint8), 1)
-            made["error"] = self._half(norm * _length(error))
+            made["sketch_scale"] = self._half(length * _length(error) * (SQRT_HALF_PI / math.sqrt(self.width)))
         return made
 
     def rotated(self, codes: Codes) -> Tensor:
-        rows = self.lookup(codes["codes"], self.width) * codes["norm"].float().unsqueeze(-1)
+        rows = self.lookup(codes["codes"], self.width) * codes["scale"].float().unsqueeze(-1)
         if self.sketch is None:
             return rows
         signs = unpack(codes["signs"], 1, self.width).float() * 2 - 1
-        factor = codes["error"].float() * (SQRT_HALF_PI / math.sqrt(self.width))
-        return rows + self.sketch.backward(signs) * factor.unsqueeze(-1)
+        return rows + self.sketch.backward(signs) * codes["sketch_scale"].float().unsqueeze(-1)
 
-    def _half(self, lengths: Tensor) -> Tensor:
-        half = lengths.to(torch.float16)
+    def _half(self, scales: Tensor) -> Tensor:
+        half = scales.to(torch.float16)
         if not bool(torch.isfinite(half).all()):
-            raise CompressorFault(f"{self.label}: a vector is longer than 65504, the most float16 can say")
+            raise CompressorFault(f"{self.label}: the elements of a vector are too large for a float16 scale")
         return half
 
 

@@ -56,7 +56,7 @@ class TurboQuantCompressor(QuantizationCompressor):
 
     Raises:
         OptionError: ``rotation="hadamard"`` with a head dimension that is no power of two, or one below 4.
-        CompressorFault: NaN or infinity in keys or values, or a vector longer than 65504.
+        CompressorFault: NaN or infinity in keys or values, or elements beyond float16 (root mean square).
     """
 
     name: ClassVar[str] = "turboquant"
