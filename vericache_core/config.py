@@ -62,6 +62,7 @@ class EngineConfig:
     )
     probe: bool = option(True, help="prove row invariance on this machine before promising it")
     attention: Literal["auto", "reference", "numba"] = option("auto", help="implementation of attention on the CPU")
+    require_conformant: bool = option(False, help="refuse compressors without a valid conformance passport")
     disable_plugins: tuple[str, ...] = option((), help="compressors or distributions that may not be used")
 
     def __post_init__(self) -> None:

@@ -14,7 +14,13 @@ from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing
 from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig
-from vericache_core.errors import CompressorFault, ConfigError, PromptError, VeriCacheError
+from vericache_core.errors import (
+    CompressorFault,
+    ConfigError,
+    ConformanceRequiredError,
+    PromptError,
+    VeriCacheError,
+)
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit
 from vericache_core.model.load import load_model
@@ -235,6 +241,8 @@ class Engine:
 
     def _compressor(self, name: str) -> Compressor:
         """A compressor of its own for each request, so that no state can leak between them."""
+        if self.config.require_conformant:
+            self._require_conformant(name)
         options = self.config.compressor_options() if name == self.config.compressor else {}
         compressor = self._registry.create(name, options)
         check = getattr(compressor, "check_layers", None)
@@ -247,6 +255,15 @@ class Engine:
         except Exception as error:
             raise CompressorFault(f"compressor {name!r} failed when it was attached", cause=describe(error)) from error
         return compressor
+
+    def _require_conformant(self, name: str) -> None:
+        standing = self._registry.conformance(name)
+        if standing.standing != "conformant":
+            raise ConformanceRequiredError(
+                f"compressor {name!r} is {standing.standing}, and require_conformant is set",
+                cause=standing.detail,
+                hint=f"vericache-conform run {name} --passport",
+            )
 
     def _full_kv(self, compressor: Compressor | None, tokens: int) -> FullKV:
         # Plain decoding needs every row at every step: on another tier it would stream the whole cache per token.

@@ -48,7 +48,7 @@ def out_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_list(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATUS", "SUMMARY"]
+    assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATUS", "CONFORMANCE", "SUMMARY"]
     assert any(line.split()[:4] == ["good", "good-dist", "1.2", "ok?"] for line in lines)
     assert any(line.split()[:4] == ["bad", "bad-dist", "0.1", "ok?"] for line in lines)
     assert any(line.startswith("identity ") for line in lines)

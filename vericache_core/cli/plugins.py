@@ -45,8 +45,11 @@ def _list(registry: Registry, *, as_json: bool) -> int:
     if as_json:
         print_json("vericache.plugins.list/1", {"plugins": [dataclasses.asdict(info) for info in infos]})
     else:
-        rows = [[info.name, info.distribution, info.version, info.status, info.reason or info.summary] for info in infos]
-        print_table(["NAME", "DISTRIBUTION", "VERSION", "STATUS", "SUMMARY"], rows)
+        rows = [
+            [info.name, info.distribution, info.version, info.status, info.conformance, info.reason or info.summary]
+            for info in infos
+        ]
+        print_table(["NAME", "DISTRIBUTION", "VERSION", "STATUS", "CONFORMANCE", "SUMMARY"], rows)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vericache_core.plugins.discovery import Candidate
+from vericache_core.plugins.passport import standing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class PluginInfo:
 
     ``status`` is ``ok`` (built in, registered in process, or loaded), ``ok?`` (installed, not loaded yet),
     ``failed`` (the last load failed), ``disabled``, ``conflict`` or ``invalid`` (not a legal name).
+    ``conformance`` is what its conformance passport says: ``conformant ...``, ``stale``, ``failed`` or ``unverified``.
     """
 
     name: str
@@ -22,9 +24,18 @@ class PluginInfo:
     target: str
     summary: str = ""
     reason: str = ""
+    conformance: str = "unverified"
 
     @classmethod
     def of(cls, candidate: Candidate, status: str, reason: str) -> PluginInfo:
         """Describe a candidate that has this status for this reason."""
-        target = candidate.entry_point.value
-        return cls(candidate.name, candidate.distribution, candidate.version, status, target, candidate.summary, reason)
+        return cls(
+            candidate.name,
+            candidate.distribution,
+            candidate.version,
+            status,
+            candidate.entry_point.value,
+            candidate.summary,
+            reason,
+            str(standing_of(candidate.name, candidate.entry_point.module, candidate.version)),
+        )

@@ -26,6 +26,7 @@ from vericache_core.plugins import complaints, discovery
 from vericache_core.plugins.discovery import Candidate, canonical
 from vericache_core.plugins.info import PluginInfo
 from vericache_core.plugins.options import parse_options
+from vericache_core.plugins.passport import Conformance, standing_of
 from vericache_core.plugins.spec import CompressorSpec, is_valid_name
 
 if TYPE_CHECKING:
@@ -182,6 +183,19 @@ class Registry:
         for result in self._optional_hook(name, "vericache_expected_failures"):
             merged.update(result)
         return merged
+
+    def conformance(self, name: str) -> Conformance:
+        """Return what the conformance passport of a compressor says; nothing of the plugin is imported.
+
+        A compressor that was registered in this process, or whose name is in conflict, is ``unverified``.
+        """
+        with self._lock:
+            if name in self._registered:
+                return Conformance("unverified", "registered in this process")
+            claims = self._claims(name)
+        if len(claims) != 1:
+            return Conformance("unverified", "no single installed plugin has this name")
+        return standing_of(name, claims[0].entry_point.module, claims[0].version)
 
     # -- in-process registration -------------------------------------------------------------------
 
