@@ -1,0 +1,161 @@
+"""Same inputs, same bytes: in any process, with any thread count, and from the payload alone."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vericache_conform.case import Case
+from vericache_conform.check import check
+from vericache_conform.outcome import Evidence, Failure
+from vericache_conform.processes import in_fresh_process
+from vericache_conform.stored import attend, fingerprint, stored_layers, tensor_bytes
+from vericache_conform.subject import resolve
+from vericache_conform.variants import option_variants
+from vericache_conform.world import World
+from vericache_core.kv import CompressedKV
+from vericache_core.plugins.registry import set_default_registry
+
+FIELDS = ("options", "tokens", "grow", "flavour", "seed")
+
+
+def _examples(case: Case) -> list[dict[str, Any]]:
+    grow = 0 if case.subject.spec.capability("extend") == "no" else 33
+    variants, _ = option_variants(case.subject)
+    return [
+        {"options": options, "tokens": case.length, "grow": grow, "flavour": flavour, "seed": case.seed}
+        for options, flavour in [
+            *[(options, flavour) for options in case.option_sets for flavour in ("normal", "ties")],
+            *[(options, "normal") for options in variants],
+        ]
+    ]
+
+
+def _job(case: Case, example: Mapping[str, Any]) -> tuple[World, CompressedKV]:
+    compressor = case.create(example["options"])
+    tokens, grow = int(example["tokens"]), int(example["grow"])
+    world = World(case.layers(example["options"]), tokens + grow, int(example["seed"]), str(example["flavour"]))
+    made = case.compress(compressor, world, tokens)
+    return world, case.extend(compressor, made, world, tokens + grow) if grow else made
+
+
+def _answers(world: World, compressed: CompressedKV) -> str:
+    """What fixed queries read from every layer, bit for bit."""
+    parts = []
+    for index, layer in stored_layers(compressed):
+        query = world.queries[index][:, -3:].float() * world.layers[index].scaling
+        parts.append(tensor_bytes(attend(layer, query)))
+    return base64.b64encode(b"".join(parts)).decode()
+
+
+def fingerprints_task(order: Mapping[str, Any]) -> list[dict[str, str]]:
+    """In a fresh process: compress each example anew, and rebuild each payload."""
+    torch.set_num_threads(order["threads"])
+    case = Case(resolve(order["ref"], order["options"]), seed=order["seed"])
+    set_default_registry(case.subject.registry)  # from_payload looks compressors up there
+    found = []
+    for example, payload in zip(order["examples"], order["payloads"], strict=True):
+        world, made = _job(case, example)
+        entry = {"fresh": fingerprint(made)}
+        try:
+            restored = CompressedKV.from_payload(base64.b64decode(payload))
+            entry |= {"restored": fingerprint(restored), "answers": _answers(world, restored)}
+        except Exception as error:  # noqa: BLE001  # worded by the parent
+            entry["error"] = f"{type(error).__name__}: {error}"
+        found.append(entry)
+    return found
+
+
+def _elsewhere(case: Case, examples: Sequence[Mapping[str, Any]], hash_seed: int, threads: int) -> list[dict[str, str]]:
+    """The answers of a fresh process; shared by the checks of one run."""
+    key = f"elsewhere/{case.seed}/{hash_seed}/{threads}/{len(examples)}/{examples[0]!r}"
+    if key not in case.subject.memo:
+        payloads = [base64.b64encode(_job(case, example)[1].to_payload()).decode() for example in examples]
+        order = {"examples": list(examples), "payloads": payloads, "seed": case.seed}
+        case.subject.memo[key] = in_fresh_process(case.subject, "fingerprints", order, hash_seed=hash_seed, threads=threads)
+    found: list[dict[str, str]] = case.subject.memo[key]
+    return found
+
+
+@check(
+    "C-07",
+    tier="contract",
+    cost=9.0,
+    timeout=300.0,
+    rationale="A draft cache that differs from run to run cannot be shared, restored or debugged.",
+    origin="Sets and dicts iterated in hash order; reductions split by thread count.",
+    fix="Iterate in a defined order, use stable_topk, keep reductions of scores in float32 and independent of threads.",
+)
+def same_bytes_everywhere(case: Case) -> Evidence:
+    """The same input gives the same bytes in two instances and in two processes with other hash seeds and threads."""
+    examples: list[Mapping[str, Any]] = [case.only] if case.only is not None else [*_examples(case)]
+    marks = [fingerprint(_job(case, example)[1]) for example in examples]
+
+    def body(example: Mapping[str, Any]) -> None:
+        number = examples.index(example)
+        if fingerprint(_job(case, example)[1]) != marks[number]:
+            raise Failure("two instances give different bytes for the same input")
+        for hash_seed, threads in ((1, 1), (2, 2)):
+            if _elsewhere(case, examples, hash_seed, threads)[number]["fresh"] != marks[number]:
+                raise Failure(f"a process with hash seed {hash_seed} and {threads} thread(s) gives other bytes than this one")
+
+    return Evidence(case.for_each(examples, body))
+
+
+@check(
+    "C-09",
+    tier="contract",
+    cost=1.0,
+    timeout=300.0,
+    rationale="Stored KV outlives the process. If a payload lacks one option, another machine decodes it to other numbers, and "
+    "nothing says so.",
+    origin="VeloxQuant #78 (group size hard-coded on the reading side).",
+    fix="Let options_json return every option, put algorithm versions into extra(), and decode from the stored options only.",
+)
+def payload_is_self_describing(case: Case) -> Evidence:
+    """A fresh process rebuilds the compressed KV from the payload alone, for every non-default option."""
+    examples: list[Mapping[str, Any]] = [case.only] if case.only is not None else [*_examples(case)]
+    _, stuck = option_variants(case.subject)
+
+    def body(example: Mapping[str, Any]) -> None:
+        number = examples.index(example)
+        world, made = _job(case, example)
+        there = _elsewhere(case, examples, 1, 1)[number]
+        if "error" in there:
+            raise Failure(f"the payload cannot be read back: {there['error']}")
+        if there["restored"] != fingerprint(made):
+            raise Failure("the rebuilt compressed KV has other bytes, options or maps than the one that was written")
+        if there["answers"] != _answers(world, made):
+            raise Failure("the rebuilt compressed KV answers queries with other bits")
+
+    return Evidence(case.for_each(examples, body), {"options_without_another_value": stuck})
+
+
+@check(
+    "C-26",
+    tier="contract",
+    cost=0.5,
+    rationale="Servers and laptops have other thread counts; drafts, and with them acceptance, must not depend on it.",
+    origin="Parallel reductions whose order depends on the number of threads.",
+    fix="Avoid sums whose split depends on threads for anything that is compared or stored.",
+)
+def threads(case: Case) -> Evidence:
+    """One and two threads in the same process give the same bytes."""
+    before = torch.get_num_threads()
+
+    def body(example: Mapping[str, Any]) -> None:
+        marks = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            marks.append(fingerprint(_job(case, example)[1]))
+        if marks[0] != marks[1]:
+            raise Failure("one thread and two threads give different bytes")
+
+    try:
+        tried = case.for_each(_examples(case)[: 2 * len(case.option_sets)], body)
+    finally:
+        torch.set_num_threads(before)
+    return Evidence(tried)

@@ -1,0 +1,1 @@
+"""The ``vericache-conform`` command: one file a command."""

@@ -1,0 +1,84 @@
+"""A process that runs checks one after another: orders on stdin, results on stdout, both JSON lines.
+
+What the compressor prints goes to a file and comes back as part of the result. See ``isolation`` for the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO
+
+OUTPUT_KEPT = 2000
+
+
+def main() -> int:
+    """Serve orders until stdin ends. The first line describes the subject and the settings."""
+    orders, replies, sink = _take_over_streams()
+    first = json.loads(orders.readline())
+    _limit_memory(first["memory"])
+    sys.path[:] = [*first["path"], *[entry for entry in sys.path if entry not in first["path"]]]
+    from vericache_conform.catalogue import find_check
+    from vericache_conform.execute import Settings, execute
+    from vericache_conform.outcome import Result
+    from vericache_conform.subject import resolve
+    from vericache_core.errors import VeriCacheError
+
+    settings = Settings(first["seed"], first["model"], first["declared"])
+    try:
+        subject = resolve(first["ref"], first["options"])
+        subject.expected_file = Path(first["expected"]) if first["expected"] else None
+    except VeriCacheError as error:
+        subject, problem = None, str(error)
+    for line in orders:
+        order = json.loads(line)
+        check = find_check(order["check"])
+        sink.seek(0)
+        sink.truncate()
+        if subject is None:
+            made = Result(check.id, first["name"], "fail" if check.id == "S-01" else "skip", problem)
+        else:
+            made = execute(check, subject, settings, order.get("only"))
+        reply = {**made.to_json(), "output": _read(sink)}
+        replies.write(json.dumps(reply, default=str) + "\n")
+        replies.flush()
+    return 0
+
+
+def _take_over_streams() -> tuple[TextIO, TextIO, Any]:
+    """Keep the pipes for ourselves; what anything else writes to 1 or 2 lands in a file."""
+    orders = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    sink = tempfile.TemporaryFile(mode="w+b", buffering=0)  # noqa: SIM115  # lives as long as the process
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(sink.fileno(), 1)
+    os.dup2(sink.fileno(), 2)
+    return orders, replies, sink
+
+
+def _read(sink: Any) -> str:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sink.seek(0)
+    text: str = sink.read().decode(errors="replace")
+    return text if len(text) <= OUTPUT_KEPT else "... " + text[-OUTPUT_KEPT:]
+
+
+def _limit_memory(limit: int | None) -> None:
+    if limit is None:
+        return
+    try:
+        import resource
+    except ImportError:  # not on this platform
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard in (resource.RLIM_INFINITY, -1) or limit <= hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
