@@ -89,4 +89,4 @@ def test_the_probe_finds_rows_invariant(name: str, dtype: torch.dtype) -> None:
     assert admission.identity == "bitwise"
     assert admission.probe is not None
     assert admission.probe.passed
-    assert admission.probe.logits_rows > 100
+    assert admission.probe.logits_rows > 50

@@ -74,7 +74,8 @@ def generated_into(loaded: Any, at: int) -> Callable[..., None]:
             output.logits[0, rows] = float("nan")
 
     handle = loaded.register_forward_hook(hook, with_kwargs=True)
-    return lambda: handle.remove()
+    remove: Callable[..., None] = handle.remove
+    return remove
 
 
 @pytest.mark.parametrize("at", [20, 24, 29])
