@@ -14,7 +14,8 @@ class RequestMetrics:
     Attributes:
         compressor: name, or ``None`` for plain full-KV decoding.
         identity: the promise the run was made under, ``bitwise`` or ``token``.
-        drafted, accepted: drafted tokens that were verified, and those the full KV agreed with.
+        drafted, accepted: drafted tokens, and those the full KV agreed with. A rejection counts everything
+            drafted behind it as drafted; what the end of a request leaves undecided is not counted.
         rounds: verify rounds; ``accepted_per_round`` and ``drafted_per_round`` list them in order.
         steps: model steps this request had rows in.
         prompt_tokens, new_tokens: lengths.

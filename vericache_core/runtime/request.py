@@ -128,15 +128,12 @@ class Request:
             kept = row + 1
             choice = self.chooser.choose(logits[row], self.generated)
             self.commit(choice, logits[row])
-            if self.finished:
-                self.drafts = []
-                break
             agreed = bool(self.drafts) and choice.token == self.drafts[0]
-            if self.drafts:
-                self.round_drafted += 1
-                self.round_accepted += agreed
-            self.drafts = self.drafts[1:] if agreed else []
-            if not agreed:
+            # A rejection discards what was drafted behind it; the end of the request leaves it undecided.
+            self.round_drafted += 1 if self.drafts and (agreed or self.finished) else len(self.drafts)
+            self.round_accepted += agreed
+            self.drafts = self.drafts[1:] if agreed and not self.finished else []
+            if self.finished or not agreed:
                 break
         if not self.drafts:
             self._close_round()
