@@ -177,43 +177,21 @@ class TokenDropCompressor(BaseCompressor):
         return self._wrap(prefix.tokens, prefix.layers, stored)
 
     def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
-        def grow(layer: CompressedLayer | None, index: int) -> CompressedLayer | None:
-            if not isinstance(layer, PlainLayer):
-                return layer
-            keys, values = rows.rows(index)
-            heads = [layer.head(h) for h in range(layer.surviving.kv_heads)]
-            return PlainLayer(
-                torch.cat([part for h, (k, _) in enumerate(heads) for part in (k, keys[h])]),
-                torch.cat([part for h, (_, v) in enumerate(heads) for part in (v, values[h])]),
-                layer.surviving.grown(rows.tokens),
-            )
-
-        return self._wrap(
-            compressed.tokens + rows.tokens,
-            compressed.descriptors,
-            [grow(layer, i) for i, layer in enumerate(compressed.layers)],
-        )
+        layers = [
+            grown_plain(layer, *rows.rows(i)) if isinstance(layer, PlainLayer) else layer
+            for i, layer in enumerate(compressed.layers)
+        ]
+        return self._wrap(compressed.tokens + rows.tokens, compressed.descriptors, layers)
 
     def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
-        left = _remaining(compressed, tokens)
-
-        def shrink(layer: CompressedLayer | None) -> CompressedLayer | None:
-            if not isinstance(layer, PlainLayer):
-                return layer
-            shorter = layer.surviving.cut(left)
-            heads = [layer.head(h) for h in range(shorter.kv_heads)]
-            return PlainLayer(
-                torch.cat([k[:count] for (k, _), count in zip(heads, shorter.counts, strict=True)]),
-                torch.cat([v[:count] for (_, v), count in zip(heads, shorter.counts, strict=True)]),
-                shorter,
-            )
-
-        return self._wrap(left, compressed.descriptors, [shrink(layer) for layer in compressed.layers])
+        left = remaining_tokens(compressed, tokens)
+        layers = [cut_plain(layer, left) if isinstance(layer, PlainLayer) else layer for layer in compressed.layers]
+        return self._wrap(left, compressed.descriptors, layers)
 
     def restore(
         self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
     ) -> CompressedKV:
-        return self._wrap(tokens, descriptors, [None if stored is None else _plain_layer(stored) for stored in layers])
+        return self._wrap(tokens, descriptors, [None if stored is None else stored_plain(stored) for stored in layers])
 
 
 class QuantizationCompressor(BaseCompressor):
@@ -250,59 +228,73 @@ class QuantizationCompressor(BaseCompressor):
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
         stored: list[CompressedLayer | None] = [None] * len(prefix.layers)
         for layer in prefix.layers:
-            if not self.supports(layer):
-                continue
-            everything = HeadMap.everything(0, layer.kv_heads)
-            keys, values = prefix.rows(layer.index)
-            empty = self.layer_type(
-                CodedRows(self.key_codec(layer), (), keys[:, :0].clone()),
-                CodedRows(self.value_codec(layer), (), values[:, :0].clone()),
-                everything,
-            )
-            stored[layer.index] = self._appended(layer, empty, keys, values)
+            if self.supports(layer):
+                everything = HeadMap.everything(prefix.tokens, layer.kv_heads)
+                stored[layer.index] = self.encode_layer(layer, *prefix.rows(layer.index), everything)
         return self._wrap(prefix.tokens, prefix.layers, stored)
 
     def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
         layers = [
-            self._appended(layer, held, *rows.rows(layer.index)) if isinstance(held, CodedLayer) else held
+            self.append_layer(layer, held, *rows.rows(layer.index)) if isinstance(held, CodedLayer) else held
             for layer, held in zip(compressed.descriptors, compressed.layers, strict=True)
         ]
         return self._wrap(compressed.tokens + rows.tokens, compressed.descriptors, layers)
 
     def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
-        left = _remaining(compressed, tokens)
+        left = remaining_tokens(compressed, tokens)
         layers: list[CompressedLayer | None] = []
         for index, layer in enumerate(compressed.layers):
-            if not isinstance(layer, CodedLayer):
+            if isinstance(layer, CodedLayer):
+                keys, values = (None, None) if prefix is None else prefix.rows(index)
+                layers.append(self.cut_layer(layer, layer.surviving.cut(left), keys, values))
+            else:
                 layers.append(layer)
-                continue
-            keys, values = (None, None) if prefix is None else prefix.rows(index)
-            layers.append(
-                self.layer_type(
-                    layer.keys.cut(left, self.key_boundary(left), keys),
-                    layer.values.cut(left, self.value_boundary(left), values),
-                    layer.surviving.cut(left),
-                )
-            )
         return self._wrap(left, compressed.descriptors, layers)
 
     def restore(
         self, tokens: int, layers: Sequence[StoredLayer | None], descriptors: Sequence[LayerDescriptor]
     ) -> CompressedKV:
-        rebuilt = [
-            None if s is None else self.layer_type.from_stored(s, self.key_codec(s.descriptor), self.value_codec(s.descriptor))
-            for s in layers
-        ]
-        return self._wrap(tokens, descriptors, rebuilt)
+        return self._wrap(tokens, descriptors, [None if stored is None else self.restore_layer(stored) for stored in layers])
 
-    def _appended(self, layer: LayerDescriptor, held: CodedLayer, keys: Tensor, values: Tensor) -> CodedLayer:
+    # One layer at a time: what the methods above are made of, for callers whose rows are not a whole prefix.
+
+    def encode_layer(self, layer: LayerDescriptor, keys: Tensor, values: Tensor, surviving: HeadMap) -> CodedLayer:
+        """Encode ``keys`` and ``values`` ``[kv_heads, rows, ...]``, which are the positions that ``surviving`` names."""
+        empty = self.layer_type(
+            CodedRows(self.key_codec(layer), (), keys[:, :0].clone()),
+            CodedRows(self.value_codec(layer), (), values[:, :0].clone()),
+            HeadMap.everything(0, layer.kv_heads),
+        )
+        return self._appended(layer, empty, keys, values, surviving)
+
+    def append_layer(self, layer: LayerDescriptor, held: CodedLayer, keys: Tensor, values: Tensor) -> CodedLayer:
+        """Append rows ``[kv_heads, rows, ...]`` of the positions right behind those that ``held`` stands for."""
+        return self._appended(layer, held, keys, values, held.surviving.grown(keys.shape[1]))
+
+    def cut_layer(self, held: CodedLayer, surviving: HeadMap, keys: Tensor | None, values: Tensor | None) -> CodedLayer:
+        """Keep the first rows, which are the positions of ``surviving``; ``keys`` and ``values`` are their exact rows."""
+        rows = surviving.counts[0] if surviving.counts else 0
+        return self.layer_type(
+            held.keys.cut(rows, self.key_boundary(rows), keys),
+            held.values.cut(rows, self.value_boundary(rows), values),
+            surviving,
+        )
+
+    def restore_layer(self, stored: StoredLayer) -> CodedLayer:
+        """Rebuild a layer from what a payload holds of it."""
+        layer = stored.descriptor
+        return self.layer_type.from_stored(stored, self.key_codec(layer), self.value_codec(layer))
+
+    def _appended(
+        self, layer: LayerDescriptor, held: CodedLayer, keys: Tensor, values: Tensor, surviving: HeadMap
+    ) -> CodedLayer:
         # Checked on arrival, not when encoded: the error must not depend on where a boundary falls.
         require_finite(self.name, layer, keys=keys, values=values)
-        tokens = held.tokens + keys.shape[1]
+        rows = held.keys.tokens + keys.shape[1]  # boundaries count stored rows, which are fewer than tokens after dropping
         return self.layer_type(
-            held.keys.appended(keys, self.key_boundary(tokens)),
-            held.values.appended(values, self.value_boundary(tokens)),
-            held.surviving.grown(keys.shape[1]),
+            held.keys.appended(keys, self.key_boundary(rows)),
+            held.values.appended(values, self.value_boundary(rows)),
+            surviving,
         )
 
 
@@ -320,7 +312,29 @@ def require_finite(name: str, layer: LayerDescriptor, **parts: Tensor) -> None:
             raise CompressorFault(f"{name}: {part} of layer {layer.index} contain NaN or infinity")
 
 
-def _plain_layer(stored: StoredLayer) -> PlainLayer:
+def grown_plain(layer: PlainLayer, keys: Tensor, values: Tensor) -> PlainLayer:
+    """The layer with rows ``[kv_heads, rows, ...]`` appended to every head."""
+    heads = [layer.head(h) for h in range(layer.surviving.kv_heads)]
+    return PlainLayer(
+        torch.cat([part for h, (k, _) in enumerate(heads) for part in (k, keys[h])]),
+        torch.cat([part for h, (_, v) in enumerate(heads) for part in (v, values[h])]),
+        layer.surviving.grown(keys.shape[1]),
+    )
+
+
+def cut_plain(layer: PlainLayer, tokens: int) -> PlainLayer:
+    """The layer of the first ``tokens`` positions."""
+    shorter = layer.surviving.cut(tokens)
+    heads = [layer.head(h) for h in range(shorter.kv_heads)]
+    return PlainLayer(
+        torch.cat([k[:count] for (k, _), count in zip(heads, shorter.counts, strict=True)]),
+        torch.cat([v[:count] for (_, v), count in zip(heads, shorter.counts, strict=True)]),
+        shorter,
+    )
+
+
+def stored_plain(stored: StoredLayer) -> PlainLayer:
+    """Plain rows out of a payload, checked against their descriptor."""
     layer, keys, values = stored.descriptor, stored.tensors["keys"], stored.tensors["values"]
     for part, width in ((keys, layer.head_dim), (values, layer.value_dim)):
         if part.dtype != layer.dtype or part.dim() != 2 or part.shape[1] != width:
@@ -328,7 +342,8 @@ def _plain_layer(stored: StoredLayer) -> PlainLayer:
     return PlainLayer(keys, values, stored.surviving)
 
 
-def _remaining(compressed: CompressedKV, tokens: int) -> int:
+def remaining_tokens(compressed: CompressedKV, tokens: int) -> int:
+    """What is left of ``compressed`` without its newest ``tokens``; ``CompressorFault`` if it holds no so many."""
     if not 0 <= tokens <= compressed.tokens:
         raise CompressorFault(f"cannot roll back {tokens} tokens", cause=f"the compressed KV holds {compressed.tokens}")
     return compressed.tokens - tokens

@@ -11,7 +11,6 @@ from vericache_core.cli.engine_args import add_engine_arguments, resolve_from_ar
 from vericache_core.cli.output import print_json
 from vericache_core.config import EngineConfig, ResolvedConfig, config_schema, load_config
 from vericache_core.errors import ConfigError, OptionError, UnknownCompressorError
-from vericache_core.plugins.options import parse_options
 from vericache_core.plugins.registry import Registry
 
 
@@ -86,8 +85,7 @@ def _check_options(config: EngineConfig, file: str) -> bool:
     assert config.compressor is not None
     registry = Registry.from_env(disable=config.disable_plugins)
     try:
-        spec = registry.spec(config.compressor)
-        parse_options(spec.options, config.compressor_options())
+        registry.check_options(config.compressor, config.compressor_options())
     except (OptionError, UnknownCompressorError) as error:
         raise ConfigError(f"{file}: {error.message}", cause=error.cause, hint=error.hint) from error
     return True

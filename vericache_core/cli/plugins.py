@@ -9,6 +9,7 @@ from typing import Any
 from vericache_core.cli.output import print_json, print_table
 from vericache_core.config import load_config
 from vericache_core.errors import UsageError, VeriCacheError
+from vericache_core.plugins.composed import is_composed, parts_of
 from vericache_core.plugins.fields import option_fields
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.schema import options_schema
@@ -59,8 +60,8 @@ def _check(registry: Registry, names: list[str], *, as_json: bool) -> int:
     code = 0
     for name in names:
         try:
-            spec = registry.spec(name)
             registry.create(name)
+            spec = registry.spec(parts_of(name)[-1] if is_composed(name) else name)
         except VeriCacheError as error:
             if isinstance(error, UsageError) and len(names) == 1:
                 raise  # a name that is not installed is a mistake of the request, reported like any other
@@ -68,7 +69,9 @@ def _check(registry: Registry, names: list[str], *, as_json: bool) -> int:
             facts = {"type": type(error).__name__, "message": error.message, "cause": error.cause, "hint": error.hint}
             results.append({"name": name, "status": "failed", "error": facts})
         else:
-            results.append({"name": name, "status": "ok", "api_version": spec.api_version, "origin": registry.origin(name)})
+            results.append(
+                {"name": name, "status": "ok", "api_version": spec.api_version, "origin": registry.origin(spec.name)}
+            )
     if as_json:
         print_json("vericache.plugins.check/1", {"plugins": results})
         return code

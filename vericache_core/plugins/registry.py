@@ -23,6 +23,7 @@ from vericache_core.errors import (
     VeriCacheError,
 )
 from vericache_core.plugins import complaints, discovery
+from vericache_core.plugins.composed import is_composed, parts_of, split_options
 from vericache_core.plugins.discovery import Candidate, canonical
 from vericache_core.plugins.info import PluginInfo
 from vericache_core.plugins.options import parse_options
@@ -147,8 +148,13 @@ class Registry:
             return self._plugin(name).spec
 
     def create(self, name: str, options: Any = None) -> Compressor:
-        """Build a compressor from a mapping of options (strings are fine) or an instance of its options type."""
-        spec = self.spec(name)  # a composed name such as "a+b" would be taken apart here
+        """Build a compressor from a mapping of options (strings are fine) or an instance of its options type.
+
+        A composed name, ``"dropper+quantizer"``, builds both and chains them; see ``plugins.composed`` for options.
+        """
+        if is_composed(name):
+            return self._create_chain(name, {} if options is None else options)
+        spec = self.spec(name)
         given = {} if options is None else options
         parsed = given if isinstance(given, spec.options) else parse_options(spec.options, given)
         try:
@@ -163,6 +169,13 @@ class Registry:
         if not callable(getattr(built, "compress", None)):
             raise CompressorFault(f"factory of {name!r} returned {type(built).__name__}, which has no compress()")
         return built
+
+    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raise as `create` would for an unknown name or a bad option, without building anything."""
+        parts = parts_of(name) if is_composed(name) else (name,)
+        each = split_options(parts, options) if is_composed(name) else [dict(options)]
+        for part, own in zip(parts, each, strict=True):
+            parse_options(self.spec(part).options, own)
 
     def origin(self, name: str) -> str:
         """Return where a compressor is written, as ``file:line``, or its factory's name when that is unknown."""
@@ -188,7 +201,11 @@ class Registry:
         """Return what the conformance passport of a compressor says; nothing of the plugin is imported.
 
         A compressor that was registered in this process, or whose name is in conflict, is ``unverified``.
+        A composed one stands as the worse of its parts.
         """
+        if is_composed(name):
+            standings = [self.conformance(part) for part in parts_of(name)]
+            return next((found for found in standings if found.standing != "conformant"), standings[0])
         with self._lock:
             if name in self._registered:
                 return Conformance("unverified", "registered in this process")
@@ -252,6 +269,10 @@ class Registry:
         if len(claims) != 1:  # packages may have come or gone since the metadata was read
             self.refresh()
             claims = self._claims(name)
+        if is_composed(name):
+            raise UnknownCompressorError(
+                f"{name!r} is a composition", hint=f"ask about its parts: {' and '.join(parts_of(name))}"
+            )
         if not claims or not is_valid_name(name):
             raise self._unknown(name)
         if len(claims) > 1:
@@ -271,6 +292,19 @@ class Registry:
         self._failures.pop(candidate.name, None)
         self._loaded[candidate.name] = loaded
         return loaded
+
+    def _create_chain(self, name: str, options: Mapping[str, Any]) -> Compressor:
+        from vericache_core.chain import ChainCompressor  # it needs torch, which listing does not
+
+        first, last = parts_of(name)
+        for part, kind, place in ((first, "token-drop", "first"), (last, "quantization", "last")):
+            if self.spec(part).kind != kind:
+                raise UsageError(
+                    f"{part!r} cannot come {place} in {name!r}",
+                    cause=f"its kind is {self.spec(part).kind}, a {kind} compressor comes {place}",
+                )
+        own = split_options((first, last), options)
+        return ChainCompressor(self.create(first, own[0]), self.create(last, own[1]))
 
     def _optional_hook(self, name: str, hook: str) -> list[Any]:
         with self._lock:
