@@ -17,14 +17,17 @@ TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(ad
 EMPTY      :=
 SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES)))
 
-CONTEXT    ?= LICENSE
-QUESTION   ?= What may I do with this work?
-DEMO_FLAGS ?= -m demo -c snapkv --keep 0.25 --max-new-tokens 64 --compare-full --stats
+# About 5,500 tokens that every checkout has: a licence and a piece of Python.
+CONTEXT    ?= LICENSE vericache_core/plugins/registry.py
+QUESTION   ?= What does the class Registry do? Answer with its docstring.
+DEMO_FLAGS ?= -m demo -c snapkv --keep 0.25 --max-new-tokens 64 --compare-full
+# The oldest transformers that is supported; the newest is what `make test` installs.
+OLDEST     ?= transformers==5.2.0
 
-.PHONY: demo install test test-slow lint types pytest format clean
+.PHONY: demo install test test-slow test-oldest lint types pytest format clean
 
 demo: $(STAMP)
-	$(BIN)/vericache generate $(DEMO_FLAGS) --file $(CONTEXT) "$(QUESTION)"
+	$(BIN)/vericache generate $(DEMO_FLAGS) $(addprefix --file ,$(CONTEXT)) "$(QUESTION)"
 
 test: lint types pytest
 
@@ -50,6 +53,11 @@ pytest: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+# The same tests on the oldest transformers, in an environment of their own.
+test-oldest:
+	$(MAKE) install VENV=$(VENV)-oldest TORCH="$(TORCH) $(OLDEST)"
+	$(VENV)-oldest/bin/python -m pytest -q -m "not slow"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
