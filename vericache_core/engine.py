@@ -140,7 +140,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        compressor: str | None = _CONFIGURED,
+        compressor: str | Sequence[str | None] | None = _CONFIGURED,
         record_logits: bool = False,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -149,8 +149,8 @@ class Engine:
         Args:
             prompts: a string, a chat (list of ``{"role", "content"}``), a list of token ids, or a list of these.
             params: one for all, or one each; default greedy, 128 tokens.
-            compressor: overrides the configured one; ``None`` is plain full-KV decoding, the reference that
-                identity is measured against.
+            compressor: overrides the configured one, for all prompts or one each; ``None`` is plain full-KV
+                decoding, the reference that identity is measured against.
             record_logits: keep the logits row behind every committed token.
             progress: called after each step with (prompt rows done, prompt rows, new tokens, most new tokens).
 
@@ -162,11 +162,14 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ConfigError(f"{len(many)} prompts but {len(each)} sampling parameters")
+        names = [compressor] * len(many) if compressor is None or isinstance(compressor, str) else list(compressor)
+        if len(names) != len(many):
+            raise ConfigError(f"{len(many)} prompts but {len(names)} compressors")
         with self._lock:
             requests: list[Request] = []
             try:
-                for prompt, own in zip(many, each, strict=True):
-                    requests.append(self._request(prompt, own, compressor, record_logits))
+                for prompt, own, name in zip(many, each, names, strict=True):
+                    requests.append(self._request(prompt, own, name, record_logits))
                 for request in requests:
                     self.loop.add(request)
                 while any(not request.finished for request in requests):
