@@ -52,6 +52,7 @@ def test_eos_ends_the_output_wherever_it_falls_in_a_block(kind: str) -> None:
         expected = free_run()[: free_run().index(eos) + 1]
         with drafting(drafters()[kind]):
             (out,) = ending_with(eos).generate(PROMPT, SamplingParams(max_new_tokens=TOKENS))
+        assert out.error is None
         assert out.token_ids == expected, f"EOS at {j}"
         assert (out.finish_reason, out.stop_reason) == ("stop", eos)
 
