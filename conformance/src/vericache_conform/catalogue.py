@@ -22,6 +22,11 @@ MODULES: Final = (
     "contract_bytes",
     "contract_values",
     "contract_attention",
+    "runtime_identity",
+    "runtime_drafts",
+    "runtime_company",
+    "model",
+    "perf",
 )
 
 

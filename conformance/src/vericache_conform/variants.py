@@ -53,5 +53,5 @@ def _candidates(field: OptionField) -> Iterator[Any]:
     elif base is float:
         share = field.default if isinstance(field.default, float) else 0.4
         yield from (share * 0.5, share + 0.1, share * 2, 0.5, 0.3)
-    elif base is str:
+    elif base is str and field.default is not None:  # an unset text may be a path: nothing is invented for it
         yield from (f"{field.default}x", "other")

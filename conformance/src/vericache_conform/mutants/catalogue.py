@@ -40,6 +40,9 @@ class Mutant:
         return None if self.expected is None else Path(__file__).with_name("data") / self.expected
 
 
+IDENTITY: Final = ("R-01", "R-04", "R-05", "R-06", "R-07", "R-08", "R-09", "R-10", "R-11", "R-12", "R-13", "R-15")
+
+
 def _mutant(where: str, name: str, fault: str, *caught_by: str, **more: Any) -> Mutant:
     return Mutant(name, f"{HERE}.{where}:{name.upper().replace('-', '_')}", fault, frozenset(caught_by), **more)
 
@@ -85,9 +88,9 @@ _ALL: Final = (
     _mutant("state", "remembers-calls", "every call on an instance differs", "C-13", "C-16"),
     _mutant("state", "dirty-after-abort", "an exception leaves a flag set", "C-13"),
     _mutant("numbers", "nan-on-constant", "0/0 on rows without a range", "C-14"),
-    _mutant("state", "rollback-off-by-one", "one row is wrong after a rollback across the border", "C-15"),
-    _mutant("state", "rollback-does-nothing", "rollback returns what it was given", "C-15"),
-    _mutant("state", "tail-on-instance", "extend uses a fact of the instance's last compress", "C-16"),
+    _mutant("state", "rollback-off-by-one", "one row is wrong after a rollback across the border", "C-15", "C-20"),
+    _mutant("state", "rollback-does-nothing", "rollback returns what it was given", "C-15", "C-20"),
+    _mutant("state", "tail-on-instance", "extend uses a fact of the instance's last compress", "C-15", "C-16", "C-20"),
     _mutant("maps", "shrinks-length", "reports the stored length as the logical one", "C-17"),
     _mutant("numbers", "mask-shortcut", "attends to the newest rows only", "C-18"),
     _mutant("numbers", "rotates-queries", "rotates queries for a wrong position", "C-18"),
@@ -101,6 +104,17 @@ _ALL: Final = (
     _mutant("inputs", "reads-global-seed", "depends on the global seed", "C-25"),
     _mutant("state", "thread-count", "depends on the number of threads", "C-26"),
     _mutant("inputs", "wrong-dtype", "stores float32 whatever the cache is", "C-27"),
+    _mutant("running", "hooks-model", "hooks every linear layer while its request lives", *IDENTITY, "R-14"),
+    _mutant("numbers", "raises-in-attend", "attending to its rows raises", *IDENTITY, "R-02"),
+    _mutant("running", "raises-in-extend", "extending by many tokens at once raises", "R-15"),
+    _mutant("running", "decoy", "attends to rows that it does not list", "C-11", "R-13"),
+    _mutant("maps", "keeps-everything", "keeps every token under the name of a dropper", "C-04", "R-08"),
+    _mutant("running", "disappoints", "stays below the acceptance that it declares", "P-01", expected="floor.toml"),
+    _mutant("package", "hangs", "never comes back", "C-05", contained=True),
+    _mutant("package", "crashes", "kills the interpreter", "C-05", contained=True),
+    _mutant("package", "eats-memory", "asks for a terabyte", "C-05", contained=True),
+    _mutant("package", "exits", "calls sys.exit", "C-05", contained=True),
+    _mutant("inputs", "raises", "raises ZeroDivisionError", "C-05", contained=True),
 )
 MUTANTS: Final[dict[str, Mutant]] = {mutant.name: mutant for mutant in _ALL}
 

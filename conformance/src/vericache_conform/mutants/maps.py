@@ -22,42 +22,48 @@ def changed_layers(compressed: CompressedKV, change: Any) -> CompressedKV:
     return dataclasses.replace(compressed, layers=layers)
 
 
-class _Backwards(HeadMap):
-    """A map that names its positions from the last to the first."""
+class _Swapped(HeadMap):
+    """A map that names its second position first."""
 
     __slots__ = ()
 
     def head(self, number: int) -> Tensor:
-        return super().head(number).flip(0)
+        return _swap(super().head(number))
+
+
+def _swap(rows: Tensor) -> Tensor:
+    return rows if len(rows) < 2 else torch.cat([rows[1:2], rows[:1], rows[2:]])
 
 
 class UnsortedMap(Drop):
+    """Everything it returns is out of order; what it is given it puts in order first."""
+
     name = "unsorted-map"
 
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
-        def change(index: int, layer: PlainLayer) -> PlainLayer:
-            heads = [layer.surviving.head(h) for h in range(layer.surviving.kv_heads)]
-            rows = [layer.head(h) for h in range(len(heads))]
-            backwards = _Backwards(heads, layer.tokens)
-            return PlainLayer(torch.cat([k.flip(0) for k, _ in rows]), torch.cat([v.flip(0) for _, v in rows]), backwards)
-
-        return changed_layers(super().compress(prefix, context), change)
+        return changed_layers(super().compress(prefix, context), _disordered)
 
     def extend(self, compressed: CompressedKV, rows: PrefixView, context: CompressContext) -> CompressedKV:
-        return super().extend(changed_layers(compressed, _forwards), rows, context)
+        return changed_layers(super().extend(changed_layers(compressed, _ordered), rows, context), _disordered)
 
     def rollback(self, compressed: CompressedKV, tokens: int, prefix: PrefixView | None = None) -> CompressedKV:
-        return super().rollback(changed_layers(compressed, _forwards), tokens, prefix)
+        return changed_layers(super().rollback(changed_layers(compressed, _ordered), tokens, prefix), _disordered)
 
 
-def _forwards(index: int, layer: PlainLayer) -> PlainLayer:
-    """Undo the fault, so that it shows in what compress returns and nowhere else."""
-    if not isinstance(layer.surviving, _Backwards):
-        return layer
-    heads = [layer.surviving.head(h).flip(0) for h in range(layer.surviving.kv_heads)]
+def _disordered(index: int, layer: PlainLayer) -> PlainLayer:
+    return _rearranged(layer, _Swapped)
+
+
+def _ordered(index: int, layer: PlainLayer) -> PlainLayer:
+    return _rearranged(layer, HeadMap) if isinstance(layer.surviving, _Swapped) else layer
+
+
+def _rearranged(layer: PlainLayer, kind: type[HeadMap]) -> PlainLayer:
+    heads = [layer.surviving.head(h) for h in range(layer.surviving.kv_heads)]
+    straight = [head.sort().values for head in heads]
     rows = [layer.head(h) for h in range(len(heads))]
-    straight = HeadMap(heads, layer.tokens)
-    return PlainLayer(torch.cat([k.flip(0) for k, _ in rows]), torch.cat([v.flip(0) for _, v in rows]), straight)
+    keys, values = torch.cat([_swap(k) for k, _ in rows]), torch.cat([_swap(v) for _, v in rows])
+    return PlainLayer(keys, values, kind(straight, layer.tokens))
 
 
 class MapOffByOne(Drop):

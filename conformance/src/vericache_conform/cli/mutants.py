@@ -1,0 +1,83 @@
+"""``vericache-conform mutants``: the suite tests itself."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vericache_conform.check import TIERS, Tier
+from vericache_conform.mutants.catalogue import MUTANTS, find_mutant
+from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
+from vericache_core.cli.output import note, print_json, print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these [all]")
+    parser.add_argument("--tier", action="append", choices=TIERS, help="which checks (repeatable) [all but model]")
+    parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
+    parser.add_argument("--full", action="store_true", help="the slow tiers on every mutant, not only on those aimed at them")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 if a mutant survives, is caught by a check that is not meant for it, or a check kills nothing."""
+    names = [find_mutant(name).name for name in args.names]
+    if args.list:
+        return _list(names, as_json=args.json)
+    tiers: list[Tier] = args.tier or ["static", "contract", "runtime", "perf"]
+    rows = run_matrix(names, tiers, full=args.full, listen=lambda row: note(_line(row)))
+    alive, blunt = survivors(rows), [] if names else toothless(rows)
+    good = not alive and not blunt and all(row.good for row in rows)
+    if args.json:
+        print_json(
+            "vericache-conform.mutants/1",
+            {"mutants": [_described(row) for row in rows], "survivors": alive, "checks_that_kill_nothing": blunt, "good": good},
+        )
+    else:
+        table = [
+            [r.mutant.name, "ok" if r.good else "WRONG", " ".join(sorted(r.caught)) or "-", _complaint(r) or r.mutant.fault]
+            for r in rows
+        ]
+        print_table(["MUTANT", "VERDICT", "CAUGHT BY", "FAULT"], table)
+        for check in blunt:
+            print(f"{check} kills no mutant")
+        killed = sum(bool(row.caught) for row in rows)
+        print(f"{killed} mutants killed, {len(alive)} survived, {len(blunt)} checks kill nothing")
+    return 0 if good else 1
+
+
+def _list(names: list[str], *, as_json: bool) -> int:
+    chosen = [mutant for mutant in MUTANTS.values() if not names or mutant.name in names]
+    if as_json:
+        facts = [{"name": m.name, "fault": m.fault, "caught_by": sorted(m.caught_by)} for m in chosen]
+        print_json("vericache-conform.mutants.list/1", {"mutants": facts})
+    else:
+        print_table(["MUTANT", "CAUGHT BY", "FAULT"], [[m.name, " ".join(sorted(m.caught_by)) or "-", m.fault] for m in chosen])
+    return 0
+
+
+def _line(row: Row) -> str:
+    return f"{row.mutant.name}: {'ok' if row.good else 'WRONG'} {' '.join(sorted(row.caught))} {_complaint(row)}"
+
+
+def _complaint(row: Row) -> str:
+    parts = []
+    if row.missed:
+        parts.append(f"not caught by {' '.join(row.missed)}")
+    if row.unrelated:
+        parts.append(f"caught by {' '.join(row.unrelated)}, which is not meant for it")
+    return "; ".join(parts)
+
+
+def _described(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.mutant.name,
+        "fault": row.mutant.fault,
+        "meant": sorted(row.mutant.caught_by),
+        "ran": row.ran,
+        "caught": row.caught,
+        "missed": row.missed,
+        "unrelated": row.unrelated,
+        "good": row.good,
+    }

@@ -1,0 +1,108 @@
+"""The kill matrix: every mutant against the checks, each in a worker of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vericache_conform.catalogue import all_checks
+from vericache_conform.check import Check, Tier
+from vericache_conform.execute import Settings
+from vericache_conform.isolation import DEFAULT_MEMORY, Worker
+from vericache_conform.mutants.catalogue import MUTANTS, Mutant
+from vericache_conform.runner import expectations_of
+from vericache_conform.subject import resolve
+from vericache_core.errors import VeriCacheError
+
+CONTAINED_FACTOR = 0.1
+"""Mutants that hang are given a tenth of the usual time."""
+
+
+@dataclass
+class Row:
+    """One mutant: what it should be caught by, what ran, and what caught it."""
+
+    mutant: Mutant
+    ran: list[str] = field(default_factory=list)
+    caught: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def missed(self) -> list[str]:
+        """Checks that are meant for it, ran, and did not catch it."""
+        return [check for check in sorted(self.mutant.caught_by) if check in self.ran and check not in self.caught]
+
+    @property
+    def unrelated(self) -> list[str]:
+        """Checks that caught it without being meant for it."""
+        return sorted(set(self.caught) - self.mutant.caught_by)
+
+    @property
+    def good(self) -> bool:
+        meant = bool(self.mutant.caught_by)
+        return not self.missed and not self.unrelated and (bool(self.caught) or not meant)
+
+
+def checks_for(mutant: Mutant, tiers: Sequence[Tier], *, full: bool = False) -> list[Check]:
+    """Checks that are tried on a mutant: all of the static and contract tiers, and those of the slow tiers if it aims there.
+
+    A mutant that hangs or crashes is tried on the checks meant for it only: every other would be caught as well.
+    """
+    found = [check for check in all_checks().values() if check.tier in tiers]
+    if mutant.contained:
+        return [check for check in found if check.id in mutant.caught_by]
+    aims = {all_checks()[check].tier for check in mutant.caught_by}
+    quick = ("static", "contract")
+    return [check for check in found if full or check.tier in quick or (check.tier in aims)]
+
+
+def run_matrix(
+    names: Iterable[str] = (),
+    tiers: Sequence[Tier] = ("static", "contract", "runtime", "perf"),
+    *,
+    only_meant: bool = False,
+    full: bool = False,
+    listen: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Run mutants (default all) against checks; ``only_meant`` tries just the checks that should catch each."""
+    rows = []
+    for mutant in [MUTANTS[name] for name in names] or MUTANTS.values():
+        checks = checks_for(mutant, tiers, full=full)
+        if only_meant:
+            checks = [check for check in checks if check.id in mutant.caught_by]
+        row = _run(mutant, checks)
+        rows.append(row)
+        if listen is not None:
+            listen(row)
+    return rows
+
+
+def survivors(rows: Sequence[Row]) -> list[str]:
+    """Mutants that no check caught."""
+    return [row.mutant.name for row in rows if row.mutant.caught_by and not row.caught]
+
+
+def toothless(rows: Sequence[Row]) -> list[str]:
+    """Checks that ran and caught nothing."""
+    ran = {check for row in rows for check in row.ran}
+    return sorted(ran - {check for row in rows for check in row.caught})
+
+
+def _run(mutant: Mutant, checks: Sequence[Check]) -> Row:
+    row = Row(mutant)
+    ref = f"mutant:{mutant.name}"
+    try:
+        subject = resolve(ref) if not mutant.contained and mutant.expected else None
+        declared = dict(expectations_of(subject).declared) if subject is not None else {}
+        name = mutant.name if subject is None else subject.name
+    except VeriCacheError as error:
+        row.ran, row.caught = ["S-01"], {"S-01": str(error)}
+        return row
+    settings = Settings(declared={name: declared})
+    factor = CONTAINED_FACTOR if mutant.contained else 1.0
+    with Worker(ref, name, {}, settings, DEFAULT_MEMORY, factor) as worker:
+        for check in checks:
+            result = worker.run(check)
+            row.ran.append(check.id)
+            if result.bad:
+                row.caught[check.id] = f"{result.outcome}: {result.message}"
+    return row
