@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "generate": "write text with a compressed KV cache, token for token what the full one writes",
     "plugins": "list, check and show compressors",
     "config": "show, validate and describe configuration",
+    "bench": "measure compressors: bytes, accepted drafts, time, and that the output stays the same",
     "doctor": "report versions and prove row invariance on this machine",
 }
 """Each command and its line in ``--help``; the module is ``vericache_core.cli.<command>``."""

@@ -1,0 +1,1 @@
+"""Measurements of compressors on a model."""

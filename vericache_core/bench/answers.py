@@ -1,0 +1,45 @@
+"""Does an answer parse?"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+from vericache_core.bench.prompts import Grammar
+
+_FENCE = re.compile(r"```[\w-]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def parses(text: str, grammar: Grammar | None) -> bool | None:
+    """Whether ``text`` holds what ``grammar`` asks for; ``None`` when nothing was asked for.
+
+    A fenced block counts alone. An answer that was cut by the token limit may miss its last line (Python); a JSON
+    object has to be whole.
+    """
+    if grammar is None:
+        return None
+    fenced = _FENCE.search(text)
+    body = (fenced.group(1) if fenced else text).strip()
+    return _is_python(body) if grammar == "python" else _is_json(body)
+
+
+def _is_python(body: str) -> bool:
+    for candidate in (body, body.rpartition("\n")[0]):
+        try:
+            if candidate.strip() and ast.parse(candidate).body:
+                return True
+        except (SyntaxError, ValueError):
+            continue
+    return False
+
+
+def _is_json(body: str) -> bool:
+    start = body.find("{")
+    if start < 0:
+        return False
+    try:
+        json.JSONDecoder().raw_decode(body[start:])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,130 @@
+"""What a compressed prefix drafts, measured without waiting for the runtime to meet each case.
+
+While drafts agree with the full KV, drafting freely and drafting along the right tokens are the same thing. So one
+block of the right tokens, run through the compressed prefix, tells how far a draft from its beginning gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vericache_core.cache.draft import DraftKV
+from vericache_core.engine import Engine
+from vericache_core.runtime.backend import choose_attention
+from vericache_core.runtime.packer import Segment
+from vericache_core.runtime.request import Request, Want
+from vericache_core.runtime.tile import TileAttention
+
+Rows = Sequence[tuple[Tensor, Tensor]]
+
+
+class Drafts:
+    """Drafts of one compressed prefix.
+
+    Args:
+        engine: whose model drafts.
+        request: its full KV holds the prompt's rows; its ``draft`` is set for each measurement.
+        tokens: what the full KV generated.
+        rows: exact rows of ``tokens``, the newest one excepted, per layer.
+    """
+
+    def __init__(self, engine: Engine, request: Request, tokens: Sequence[int], rows: Rows) -> None:
+        self.engine, self.request, self.tokens, self.rows = engine, request, list(tokens), rows
+        _, self._attend = choose_attention(engine.attention, engine.adapter.device)
+
+    def free(self, draft: DraftKV, ends: Sequence[int]) -> list[int]:
+        """What greedy decoding with the compressed prefix alone writes: the first token is the full KV's, the rest drafts."""
+        found = self.tokens[:1]
+        while len(found) < len(self.tokens) and found[-1] not in ends:
+            logits = self._run(draft, found[-1:])
+            found.append(self.request.chooser.draft(logits[0], found))
+        draft.retract()
+        return found
+
+    def along(self, draft: DraftKV, window: int) -> list[Tensor]:
+        """Logits ``[up to window, vocab]`` of drafts that start after each of the generated tokens 0, 8, 16, ...
+
+        Row ``i`` of the block that starts at token ``j`` proposes token ``j + 1 + i``; the tail before ``j`` is exact.
+        """
+        blocks, stride = [], STRIDE
+        for start in range(0, len(self.tokens) - 1, stride):
+            inputs = self.tokens[start : min(start + window, len(self.tokens) - 1)]
+            blocks.append(self._run(draft, inputs))
+            draft.retract()
+            self._accept(draft, start, min(start + stride, len(self.tokens) - 1))
+        return blocks
+
+    def _run(self, draft: DraftKV, tokens: Sequence[int]) -> Tensor:
+        """Run ``tokens`` as provisional rows; returns ``[tokens, vocab]``."""
+        adapter, parts = self.engine.adapter, []
+        self.request.draft = draft
+        for first in range(0, len(tokens), adapter.rows):
+            block = tuple(tokens[first : first + adapter.rows])
+            segment = Segment(self.request, Want("draft", block, draft.tokens), 0, len(block))
+            tile = TileAttention(adapter.layers, [segment], self._attend, lambda *_: None)
+            positions = [draft.tokens + i for i in range(len(block))]
+            parts.append(adapter.step(block, positions, tile)[: len(block)].clone())
+            draft.advance(len(block))
+        self.request.draft = None
+        return torch.cat(parts)
+
+    @torch.inference_mode()  # pages may have been made inside of it, and can then be written nowhere else
+    def _accept(self, draft: DraftKV, start: int, stop: int) -> None:
+        """Append the exact rows of generated tokens ``start:stop`` to both caches."""
+        full, count = self.request.full, stop - start
+        for layer in full.layers:
+            keys, values = self.rows[layer.index]
+            part = slice(start, stop)
+            full.device_pages(layer.index).write(full.device_pages(layer.index).lengths, keys[:, part], values[:, part])
+            if layer.index in draft.compressed_layers():
+                pages, base, _ = draft.layer(layer.index)
+                pages.write(base, keys[:, part], values[:, part])
+        full.advance(count)
+        draft.accept(count)
+
+
+STRIDE = 8
+"""Generated tokens between two starts of a draft."""
+
+
+def accepted_runs(blocks: Sequence[Tensor], tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Per start ``(drafts that agree before the first that does not, drafts made)``; ties go to the lowest id."""
+    runs = []
+    for number, logits in enumerate(blocks):
+        right = torch.tensor(tokens[number * STRIDE + 1 : number * STRIDE + 1 + len(logits)])
+        best = logits.float().cpu()
+        equal = (best == best.amax(-1, keepdim=True)).int().argmax(-1) == right
+        wrong = torch.nonzero(~equal).flatten()
+        runs.append((int(wrong[0]) if len(wrong) else len(logits), len(logits)))
+    return runs
+
+
+def accepted_mean(runs: Sequence[tuple[int, int]], window: int) -> float | None:
+    """Mean accepted run when ``window`` tokens are drafted, over starts with so many left; ``None`` without any."""
+    whole = [min(run, window) for run, made in runs if made >= window]
+    return sum(whole) / len(whole) if whole else None
+
+
+def hazard(runs: Sequence[tuple[int, int]]) -> float | None:
+    """Chance per draft of being the first that is wrong: failures over drafts that were at risk."""
+    failures = sum(run < made for run, made in runs)
+    at_risk = sum(min(run + 1, made) for run, made in runs)
+    return failures / at_risk if at_risk else None
+
+
+def divergence(blocks: Sequence[Tensor], full_logits: Tensor) -> float | None:
+    """Mean KL(full || lossy) per token in nats, over the drafts nearest to their start so that each token counts once.
+
+    ``full_logits`` is ``[tokens, vocab]``, row ``t`` behind generated token ``t``.
+    """
+    parts = []
+    for number, logits in enumerate(blocks):
+        near = logits[:STRIDE].float().cpu()
+        first = number * STRIDE + 1
+        full = torch.log_softmax(full_logits[first : first + len(near)].double(), -1)
+        lossy = torch.log_softmax(near.double(), -1)
+        parts.append((full.exp() * (full - lossy)).sum(-1))
+    return max(0.0, float(torch.cat(parts).mean())) if parts else None
