@@ -95,7 +95,7 @@ def _records(tokens: int) -> str:
             f"opened in {draw.randint(1801, 1999)}, visited by {draw.randint(100, 9999)} people last year.\n"
         )
 
-    return "".join(line(number) for number in range(1, tokens // 8 + 2))
+    return "".join(line(number) for number in range(1, tokens // 4 + 2))
 
 
 def _tools(tokens: int) -> str:
@@ -111,7 +111,7 @@ def _tools(tokens: int) -> str:
     names = [f"{verb}_{noun}" for noun in nouns for verb in verbs]
     weather = {"name": "get_weather", "parameters": {"city": {"type": "string"}, "date": {"type": "string"}}}
     lines = [json.dumps(weather), *(tool(name) for name in names)]
-    while sum(map(len, lines)) < tokens * 5:
+    while sum(map(len, lines)) < tokens * 16:
         lines += [tool(f"{name}_{len(lines)}") for name in names]
     return "Tools:\n" + "\n".join(lines)
 
@@ -121,7 +121,7 @@ def _until(tokens: int, texts: Any) -> str:
     found = ""
     for text in texts:
         found += text + "\n"
-        if len(found) > tokens * 6:
+        if len(found) > tokens * 16:
             break
     return found
 
