@@ -19,6 +19,8 @@ from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.testing import isolated_registry, on_path
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when a kernel is defined
 
 # No deadline: the first tensor operation of a process is slow and says nothing about the code.
 settings.register_profile("vericache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

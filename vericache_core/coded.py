@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vericache_core.attention.fused import fold_fused
+from vericache_core.attention.layouts import CodeLayout
 from vericache_core.attention.online import AttentionState
 from vericache_core.errors import PayloadError
 from vericache_core.index_map import HeadMap
@@ -32,6 +34,8 @@ class Codec(ABC):
 
     unit: int = 1
     """Tokens that are encoded together (1 when each token stands alone)."""
+    layout: CodeLayout | None = None
+    """How the codes lie, where a fused kernel may read them as they are; ``None`` decodes block by block."""
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Codes:
@@ -131,8 +135,10 @@ class CodedRows:
             for first in range(0, units, step):
                 codes = {name: part[:, first : first + step] for name, part in segment.codes.items()}
                 rows = self.codec.decode(codes)[:, : segment.tokens - done]
+                count = rows.shape[1]
                 yield start + done, rows
-                done += rows.shape[1]
+                done += count
+                del rows  # before the next ones are decoded
             start += segment.tokens
         if self.exact.shape[1]:
             yield start, self.exact
@@ -193,8 +199,11 @@ class CodedLayer(CompressedLayer):
         self.keys, self.values, self.surviving = keys, values, surviving
 
     def attend(self, query: Tensor, state: AttentionState) -> None:
+        if fold_fused(query, state, self.keys, self.values):
+            return
         for keys, values in self.blocks():
             state.fold(query, keys, values)
+            del keys, values  # a block must be gone before the next one is decoded
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``(keys, values)`` blocks ``[kv_heads, n, ...]`` in order; the two streams cut where either cuts."""
@@ -204,8 +213,10 @@ class CodedLayer(CompressedLayer):
             (key_start, key_rows), (value_start, value_rows) = key, value
             count = min(key_rows.shape[1], value_rows.shape[1])
             yield key_rows[:, :count], value_rows[:, :count]
-            key = next(key_pieces, None) if count == key_rows.shape[1] else (key_start + count, key_rows[:, count:])
-            value = next(value_pieces, None) if count == value_rows.shape[1] else (value_start + count, value_rows[:, count:])
+            key = None if count == key_rows.shape[1] else (key_start + count, key_rows[:, count:])
+            value = None if count == value_rows.shape[1] else (value_start + count, value_rows[:, count:])
+            del key_rows, value_rows  # a block must be gone before the next one is decoded
+            key, value = key or next(key_pieces, None), value or next(value_pieces, None)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return {**self.keys.tensors("keys"), **self.values.tensors("values")}

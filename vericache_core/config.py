@@ -61,7 +61,9 @@ class EngineConfig:
         "recompute", help="when full KV cannot be read back: recompute it, or fail the request"
     )
     probe: bool = option(True, help="prove row invariance on this machine before promising it")
-    attention: Literal["auto", "reference", "numba"] = option("auto", help="implementation of attention on the CPU")
+    attention: Literal["auto", "reference", "numba", "triton"] = option(
+        "auto", help="implementation of attention; auto: triton on CUDA and numba on the CPU, where installed"
+    )
     require_conformant: bool = option(False, help="refuse compressors without a valid conformance passport")
     disable_plugins: tuple[str, ...] = option((), help="compressors or distributions that may not be used")
 

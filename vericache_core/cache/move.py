@@ -7,7 +7,6 @@ computes this one.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +31,17 @@ def copy_rows(source: PagedRows, source_index: Index, target: PagedRows, target_
 
 
 def copy_rows_reference(source: PagedRows, source_index: Index, target: PagedRows, target_index: Index, head: int) -> None:
-    """The same by advanced indexing, one page of the target at a time; works across devices."""
-    for page in np.unique(target_index // PAGE):
-        chosen = target_index // PAGE == page
+    """The same by advanced indexing, one pair of pages at a time; works across devices.
+
+    Between the host and a CUDA device the copy has ended when this returns: what is gathered on the host is not
+    pinned.
+    """
+    pairs = np.stack([source_index // PAGE, target_index // PAGE])
+    for source_page, target_page in np.unique(pairs, axis=1).T:
+        chosen = (pairs[0] == source_page) & (pairs[1] == target_page)
+        taken = torch.from_numpy(source_index[chosen] % PAGE).to(source.device)
         slots = torch.from_numpy(target_index[chosen] % PAGE).to(target.device)
-        rows: list[tuple[Any, Any]] = []
-        for index in source_index[chosen]:
-            keys, values = source.page(int(index) // PAGE)
-            rows.append((keys[head, :, int(index) % PAGE], values[head, int(index) % PAGE]))
-        keys, values = target.page(int(page))
-        keys[head].index_copy_(1, slots, torch.stack([row[0] for row in rows], 1).to(target.device))
-        values[head].index_copy_(0, slots, torch.stack([row[1] for row in rows]).to(target.device))
+        from_keys, from_values = source.page(int(source_page))
+        keys, values = target.page(int(target_page))
+        keys[head].index_copy_(1, slots, from_keys[head].index_select(1, taken).to(target.device))
+        values[head].index_copy_(0, slots, from_values[head].index_select(0, taken).to(target.device))

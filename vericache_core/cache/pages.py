@@ -37,11 +37,13 @@ class Extent:
     def allocate(cls, layer: LayerDescriptor, pages: int, device: torch.device, *, pinned: bool = False) -> Extent:
         shape = (pages, layer.kv_heads, layer.head_dim, PAGE)
         value_shape = (pages, layer.kv_heads, PAGE, layer.value_dim)
-        make = torch.empty
-        return cls(
-            make(shape, dtype=layer.dtype, device=device, pin_memory=pinned),
-            make(value_shape, dtype=layer.dtype, device=device, pin_memory=pinned),
-        )
+        # Pages outlive the step that asks for them, and the swap thread writes to them outside of inference mode,
+        # which torch allows only if they do not come from it.
+        with torch.inference_mode(False):
+            return cls(
+                torch.empty(shape, dtype=layer.dtype, device=device, pin_memory=pinned),
+                torch.empty(value_shape, dtype=layer.dtype, device=device, pin_memory=pinned),
+            )
 
     @property
     def pages(self) -> int:

@@ -156,7 +156,9 @@ class DiskStore(TierStore):
             raise SwapError("the swap file is closed")
         offset = page * self._record + self._offsets[layer.index]
         for part in slot.page(page):
-            staged = part if part.device.type == "cpu" else part.to("cpu")
+            staged = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
+            if verb == "written" and staged is not part:
+                staged.copy_(part)
             buffer = memoryview(staged.view(torch.uint8).numpy().reshape(-1).data)
             try:
                 done = call(self._file, [buffer] if verb == "read" else buffer, offset)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
+from vericache_core.attention.fused import have_triton
 from vericache_core.attention.paged import attend_reference
 from vericache_core.cache.move import HAVE_NUMBA
 from vericache_core.errors import ConfigError, MissingDependencyError
@@ -15,20 +17,40 @@ log = logging.getLogger("vericache.runtime")
 
 
 def choose_attention(name: str, device: torch.device) -> tuple[str, AttendFunction]:
-    """``(name, function)`` for ``auto``, ``reference`` or ``numba``.
+    """``(name, function)`` for ``auto``, ``reference``, ``numba`` or ``triton``.
 
     Raises:
-        ConfigError, MissingDependencyError: ``numba`` asked for where it cannot run.
+        ConfigError, MissingDependencyError: ``numba`` or ``triton`` asked for where it cannot run.
     """
-    if name == "numba" and device.type != "cpu":
-        raise ConfigError("attention='numba' runs on CPU only", cause=f"the model is on {device}")
-    if name == "numba" and not HAVE_NUMBA:
-        raise MissingDependencyError("attention='numba' needs Numba", hint="pip install 'vericache[cpu]'")
-    if name == "reference" or device.type != "cpu":
-        return "reference", attend_reference
-    if not HAVE_NUMBA:
-        log.warning("Numba is not installed, attention takes the slow reference path; pip install 'vericache[cpu]'")
-        return "reference", attend_reference
-    from vericache_core.attention.numba_kernel import attend_numba
+    if name == "auto":
+        name = _fastest(device)
+    if name == "numba":
+        if device.type != "cpu":
+            raise ConfigError("attention='numba' runs on CPU only", cause=f"the model is on {device}")
+        if not HAVE_NUMBA:
+            raise MissingDependencyError("attention='numba' needs Numba", hint="pip install 'vericache[cpu]'")
+        from vericache_core.attention.numba_kernel import attend_numba
 
-    return "numba", attend_numba
+        return name, attend_numba
+    if name == "triton":
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError("attention='triton' runs on CUDA devices only", cause=f"the model is on {device}")
+        if not have_triton():
+            raise MissingDependencyError("attention='triton' needs Triton", hint="pip install 'vericache[gpu]'")
+        from vericache_core.attention.triton_paged import attend_triton
+
+        return name, attend_triton
+    return "reference", attend_reference
+
+
+def _fastest(device: torch.device) -> str:
+    """What ``auto`` stands for on ``device``."""
+    if device.type == "cuda" and have_triton():
+        return "triton"
+    if device.type == "cpu" and HAVE_NUMBA:
+        return "numba"
+    extra = {"cpu": "cpu", "cuda": "gpu"}.get(device.type)
+    if extra is not None:
+        needed = {"cpu": "Numba", "gpu": "Triton"}[extra]
+        log.warning("%s is not installed, attention takes the slow reference path; pip install 'vericache[%s]'", needed, extra)
+    return "reference"

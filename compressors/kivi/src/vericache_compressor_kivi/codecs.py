@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vericache_core import Codec
+from vericache_core.attention.layouts import CodeLayout
 from vericache_core.coded import Codes
 from vericache_core.minmax import dequantize, quantize
 from vericache_core.packing import pack, unpack
@@ -23,6 +24,7 @@ class KeyCodec(Codec):
 
     def __init__(self, bits: int, group: int, label: str = "kivi") -> None:
         self.bits, self.unit, self.label = bits, group, label
+        self.layout = CodeLayout("token-groups", bits, group)
 
     def encode(self, rows: Tensor) -> Codes:
         kv_heads, tokens, head_dim = rows.shape
@@ -46,6 +48,7 @@ class ValueCodec(Codec):
 
     def __init__(self, bits: int, group: int, label: str = "kivi") -> None:
         self.bits, self.group, self.label = bits, group, label
+        self.layout = CodeLayout("channel-groups", bits, group)
 
     def encode(self, rows: Tensor) -> Codes:
         kv_heads, tokens, value_dim = rows.shape

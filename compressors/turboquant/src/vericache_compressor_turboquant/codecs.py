@@ -15,6 +15,7 @@ from torch import Tensor
 from vericache_compressor_turboquant.codebook import lloyd_max
 from vericache_compressor_turboquant.rotation import Rotation
 from vericache_core import Codec
+from vericache_core.attention.layouts import CodeLayout
 from vericache_core.coded import Codes
 from vericache_core.errors import CompressorFault
 from vericache_core.minmax import dequantize, quantize
@@ -80,7 +81,10 @@ class RotatedCodec(SpaceCodec):
         centroids = torch.tensor(lloyd_max(width, self.bits), dtype=torch.float64)
         self.edges = ((centroids[1:] + centroids[:-1]) / 2).tolist()
         self.stretch = 2 * math.sqrt(width)
-        self.lookup = Lookup((centroids * self.stretch).float(), self.bits)
+        table = (centroids * self.stretch).float()
+        self.lookup = Lookup(table, self.bits)
+        if sketch is None:  # the sketch has a rotation of its own, which no kernel applies
+            self.layout = CodeLayout("table", self.bits, width, table)
 
     def encode(self, rows: Tensor) -> Codes:
         assert self.rotation is not None
@@ -122,6 +126,7 @@ class UniformCodec(SpaceCodec):
 
     def __init__(self, width: int, bits: int, label: str = "turboquant") -> None:
         self.width, self.bits, self.label = width, bits, label
+        self.layout = CodeLayout("channel-groups", bits, width)
 
     def encode(self, rows: Tensor) -> Codes:
         codes, scale, low = quantize(rows, self.bits, self.label)

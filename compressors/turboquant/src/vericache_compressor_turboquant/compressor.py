@@ -11,6 +11,7 @@ from vericache_compressor_turboquant.codecs import RotatedCodec, SpaceCodec, Uni
 from vericache_compressor_turboquant.options import TurboQuantOptions
 from vericache_compressor_turboquant.rotation import rotation
 from vericache_core import Codec, LayerDescriptor, QuantizationCompressor
+from vericache_core.attention.fused import fold_fused
 from vericache_core.attention.online import AttentionState
 from vericache_core.coded import CodedLayer, CodedRows
 from vericache_core.errors import OptionError
@@ -28,9 +29,11 @@ class RotatedLayer(CodedLayer):
         assert isinstance(values, SpaceCodec)
         turned = query if keys.rotation is None else keys.rotation.forward(query)
         part = AttentionState.fresh(state.top.shape[0], state.top.shape[1], state.acc.shape[2], query.device)
-        coded = zip(rotated_pieces(self.keys, self.block), rotated_pieces(self.values, self.block), strict=True)
-        for key_rows, value_rows in coded:
-            part.fold(turned, key_rows, value_rows)
+        if not fold_fused(turned, part, self.keys, self.values, exact=False):
+            value_pieces = rotated_pieces(self.values, self.block)
+            for key_rows in rotated_pieces(self.keys, self.block):
+                part.fold(turned, key_rows, next(value_pieces))
+                del key_rows  # a block must be gone before the next one is decoded
         if values.rotation is not None:
             part.acc = values.rotation.backward(part.acc)
         state.merge(part)
