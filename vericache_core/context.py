@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -27,11 +27,14 @@ class Needs:
         queries: newest query rows to keep per layer (the observation window); 0 for none.
         attention_mass: column sums of the prompt's attention probabilities, streamed during prefill.
         scoring: the compressor runs extra passes through :meth:`CompressContext.score`.
+        model: the compressor runs the ``transformers`` model itself, see :meth:`CompressContext.model`. Meant for
+            adapters of other libraries: it couples a compressor to one kind of model and costs a prefill of its own.
     """
 
     queries: int = 0
     attention_mass: bool = False
     scoring: bool = False
+    model: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class CompressContext:
     mass_reader: Callable[[int], Tensor] | None = field(default=None, repr=False)
     score_runner: Callable[[Sequence[int], ScoreObserver], None] | None = field(default=None, repr=False)
     encoder: Callable[[str], list[int]] | None = field(default=None, repr=False)
+    model_reader: Callable[[], Any] | None = field(default=None, repr=False)
 
     def queries(self, layer: int) -> Tensor:
         """``[heads, rows, head_dim]``: the newest query rows, oldest first, after rotary embedding.
@@ -68,6 +72,13 @@ class CompressContext:
         ``observer`` is called for each layer and block of rows, in order.
         """
         _need(self.score_runner, "scoring")(token_ids, observer)
+
+    def model(self) -> Any:
+        """The ``transformers`` model, attending as ``sdpa`` does; leave it exactly as it was.
+
+        What it computes need not have the bits of the full KV: use it to choose tokens, never to make rows.
+        """
+        return _need(self.model_reader, "model")()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` without special tokens.

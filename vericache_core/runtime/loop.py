@@ -219,6 +219,7 @@ class StepLoop:
             mass_reader=seen.mass if seen.needs.attention_mass else None,
             score_runner=(lambda ids, observer: self._score(request, ids, observer)) if seen.needs.scoring else None,
             encoder=self._encode,
+            model_reader=(lambda: self.adapter.model) if seen.needs.model else None,
         )
 
     def _score(self, request: Request, token_ids: Sequence[int], observer: ScoreObserver) -> None:

@@ -1,0 +1,121 @@
+"""The compressor: a pass of the model in which a press scores tokens or drops them from a clone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vericache_compressor_kvpress.library import build_press
+from vericache_compressor_kvpress.options import KvpressOptions
+from vericache_compressor_kvpress.replay import LayerCall, replay
+from vericache_compressor_kvpress.survivors import masked_survivors, matched_survivors
+from vericache_compressor_kvpress.table import PREFIX, PRESSES
+from vericache_core import CompressContext, CompressedKV, HeadMap, Needs, PrefixView, TokenDropCompressor
+from vericache_core.errors import CompressorFault
+from vericache_core.kv import CompressedLayer, PlainLayer
+
+
+class KvpressCompressor(TokenDropCompressor):
+    """Keeps what a press of kvpress keeps. The rows are those of the full KV, which no press ever sees.
+
+    A press that scores only ranks: the SDK then spends the budget exactly, in float32, ties to the lower position,
+    protected spans first. Any other press decides by itself, and protected spans are added to what it kept.
+
+    The pass that the press looks at is a prefill of its own, in one piece, through the model's own attention. Its
+    numbers may differ in the last bits from those of the full KV and between thread counts; where scores are close,
+    so may the choice.
+
+    Raises:
+        MissingDependencyError: kvpress is not installed.
+        CompressorFault: the press fails on this model or prompt (kvpress's own message is the cause).
+    """
+
+    def __init__(self, press: str, options: KvpressOptions | None = None) -> None:
+        super().__init__(options or KvpressOptions())
+        self.press = press
+        self.entry = PRESSES[press]
+        build_press(press, self.options)  # a bad argument must not wait for the first prompt
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # one class serves many names
+        return PREFIX + self.press
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(model=True)
+
+    def scores(self, prefix: PrefixView, context: CompressContext) -> dict[int, Tensor]:
+        """Scores of a press that ranks tokens: float32 ``[kv_heads, tokens]`` by layer."""
+        found: dict[int, Tensor] = {}
+        with self._pressing(prefix, context) as press:
+
+            def see(index: int, call: LayerCall) -> None:
+                score = press.score(call.module, call.hidden_states, call.keys, call.values, call.attentions, call.kwargs)
+                found[index] = score[0].detach().float().cpu().clone()
+
+            self._replay(prefix, context, see)
+        return found
+
+    def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
+        if self.entry.scorer:
+            return super().compress(prefix, context)
+        kept: dict[int, list[Tensor]] = {}
+        with self._pressing(prefix, context) as press:
+
+            def see(index: int, call: LayerCall) -> None:
+                before = call.keys.clone()
+                shadow = call.kwargs["past_key_values"].layers[index]
+                call.module.masked_key_indices = None
+                press.forward_hook(call.module, [], call.kwargs, call.output)
+                masked = masked_survivors(call.module, before.shape[1], before.shape[2])
+                kept[index] = matched_survivors(before, shadow.keys) if masked is None else masked
+
+            self._replay(prefix, context, see)
+        layers: list[CompressedLayer | None] = [None] * len(prefix.layers)
+        for layer in prefix.layers:
+            if layer.index in kept:
+                always = self.protected(layer, prefix.tokens, context)
+                heads = [_with(head, always) for head in kept[layer.index]]
+                layers[layer.index] = PlainLayer.gather(*prefix.rows(layer.index), HeadMap(heads, prefix.tokens))
+        return self._wrap(prefix.tokens, prefix.layers, layers)
+
+    def _replay(self, prefix: PrefixView, context: CompressContext, see: Any) -> None:
+        layers = [layer.index for layer in prefix.layers if self.supports(layer)]
+        replay(context.model(), prefix.token_ids, layers, see, eager=self.entry.eager)
+
+    @contextmanager
+    def _pressing(self, prefix: PrefixView, context: CompressContext) -> Iterator[Any]:
+        """The press for this prompt; its failures get its name, its random numbers a seed."""
+        press = build_press(self.press, self.options)
+        if self.entry.ratio:
+            # Half a token beyond the count: kvpress rounds down, and must not round below it.
+            kept = self.options.kept_tokens(prefix.tokens)
+            _set_ratio(press, 1 - (kept + 0.5) / prefix.tokens if kept < prefix.tokens else 0.0)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(self.options.seed)
+                press.post_init_from_model(context.model())
+                yield press
+        except (CompressorFault, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise CompressorFault(
+                f"{self.name}: the press failed on a prompt of {prefix.tokens} tokens", cause=f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _set_ratio(press: Any, ratio: float) -> None:
+    """Set the ratio on the press and on the one it wraps, of which some scorers read it."""
+    for part in (getattr(press, "press", None), press):
+        if part is not None:
+            part.compression_ratio = ratio
+
+
+def _with(kept: Tensor, always: Tensor) -> Tensor:
+    mask = always.clone()
+    mask[kept] = True
+    return torch.nonzero(mask).flatten()
