@@ -1,29 +1,36 @@
-"""``vericache plugins``: what is installed (imports nothing), does it load, and what does it offer."""
+"""``vericache plugins``: what is installed (imports nothing), does it load, what does it offer, and a new one."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from vericache_core.cli.output import print_json, print_table
+from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.config import load_config
 from vericache_core.errors import UsageError, VeriCacheError
 from vericache_core.plugins.composed import is_composed, parts_of
 from vericache_core.plugins.fields import option_fields
 from vericache_core.plugins.registry import Registry
+from vericache_core.plugins.scaffold import KINDS, write_project
 from vericache_core.plugins.schema import options_schema
 from vericache_core.plugins.spec import CAPABILITIES, CompressorSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``list``, ``check NAME...`` and ``show NAME``."""
-    actions = parser.add_subparsers(dest="action", metavar="{list,check,show}", required=True)
+    """Declare ``list``, ``check NAME...``, ``show NAME`` and ``new NAME``."""
+    actions = parser.add_subparsers(dest="action", metavar="{list,check,show,new}", required=True)
     listing = actions.add_parser("list", help="installed compressors, from package metadata alone")
     check = actions.add_parser("check", help="load compressors and say whether they work")
     check.add_argument("names", nargs="+", metavar="NAME")
     show = actions.add_parser("show", help="options and capabilities of a compressor")
     show.add_argument("name", metavar="NAME")
+    new = actions.add_parser("new", help="write a plugin project that passes the conformance suite")
+    new.add_argument("name", metavar="NAME", help="of the compressor, such as my-method")
+    new.add_argument("--kind", choices=KINDS, default=KINDS[0], help="what it does to the cache [%(default)s]")
+    new.add_argument("--folder", metavar="FOLDER", help="where to write it [vericache-compressor-NAME]")
+    new.add_argument("--json", action="store_true", help="machine-readable output")
     for action in (listing, check, show):
         action.add_argument("--json", action="store_true", help="machine-readable output")
         action.add_argument("--config", metavar="FILE", help="TOML file whose [plugins] table counts")
@@ -32,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one of the actions."""
+    if args.action == "new":
+        return _new(args.name, args.kind, args.folder, as_json=args.json)
     config = load_config(args.config)
     registry = Registry.from_env(disable=config.disable_plugins, no_plugins=args.no_plugins)
     if args.action == "list":
@@ -84,6 +93,18 @@ def _check(registry: Registry, names: list[str], *, as_json: bool) -> int:
             if facts["hint"]:
                 print(f"  hint: {facts['hint']}")
     return code
+
+
+def _new(name: str, kind: str, folder: str | None, *, as_json: bool) -> int:
+    target = Path(folder or f"vericache-compressor-{name}")
+    files = write_project(name, kind, target)
+    if as_json:
+        print_json("vericache.plugins.new/1", {"name": name, "kind": kind, "folder": str(target), "files": files})
+        return 0
+    for file in files:
+        print(target / file)
+    note(f"now: cd {target} && pip install -e . vericache-conform && vericache-conform run {name}")
+    return 0
 
 
 def _show(registry: Registry, name: str, *, as_json: bool) -> int:

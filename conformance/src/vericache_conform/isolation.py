@@ -16,7 +16,7 @@ from vericache_conform.check import Check
 from vericache_conform.execute import Settings
 from vericache_conform.outcome import Example, Result
 
-START_ALLOWANCE = 60.0
+START_ALLOWANCE = 120.0
 """Seconds that a fresh worker may need before its first check starts: importing torch on a busy machine."""
 DEFAULT_MEMORY = 8 << 30
 
@@ -56,14 +56,17 @@ class Worker:
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._fresh = True
 
     def run(self, check: Check, only: Example | None = None) -> Result:
         """The result of one check, or an error that says how the worker ended."""
-        limit = check.timeout * self.factor + (START_ALLOWANCE if self._process is None else 0.0)
         process = self._started()
         try:
-            self._send({"check": check.id, "only": only})
-            line = self._lines.get(timeout=limit)
+            line = self._lines.get(timeout=START_ALLOWANCE) if self._fresh else b"ready before"
+            if line is not None:
+                self._fresh = False
+                self._send({"check": check.id, "only": only})
+                line = self._lines.get(timeout=check.timeout * self.factor)
         except queue.Empty:
             self.close()
             return self._error(check, f"no answer within {check.timeout * self.factor:g} s: it hangs or is far too slow")
@@ -96,7 +99,7 @@ class Worker:
         if self._process is None:
             command = [sys.executable, "-m", "vericache_conform.worker"]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603  # our own module
-            self._process, self._lines = process, queue.Queue()
+            self._process, self._lines, self._fresh = process, queue.Queue(), True
             threading.Thread(target=_pump, args=(process, self._lines), daemon=True).start()
             self._send(self._first)
         return self._process

@@ -30,7 +30,7 @@ def require_same(expected: Any, got: Any, what: str) -> None:
     if expected.logits is not None and got.logits is not None and tensor_bytes(expected.logits) != tensor_bytes(got.logits):
         rows = [i for i in range(len(expected.logits)) if not torch.equal(expected.logits[i], got.logits[i])]
         index = rows[0] if rows else 0
-        facts = {"mismatch": explain(expected, got, index), "rows": len(rows)}
+        facts = {"mismatch": {**explain(expected, got, index), "rows_that_differ": len(rows)}}
         raise Failure(f"{what}: tokens agree, but the logits behind index {index} differ in their bits", facts=facts)
 
 

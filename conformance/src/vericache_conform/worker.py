@@ -33,6 +33,8 @@ def main() -> int:
         subject.expected_file = Path(first["expected"]) if first["expected"] else None
     except VeriCacheError as error:
         subject, problem = None, str(error)
+    replies.write(json.dumps({"ready": True}) + "\n")
+    replies.flush()
     for line in orders:
         order = json.loads(line)
         check = find_check(order["check"])

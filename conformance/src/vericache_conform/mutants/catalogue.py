@@ -40,6 +40,7 @@ class Mutant:
         return None if self.expected is None else Path(__file__).with_name("data") / self.expected
 
 
+ATTENDING: Final = ("C-05", "C-09", "C-14", "C-18", "C-19", "C-22", "C-23", "C-24")
 IDENTITY: Final = ("R-01", "R-04", "R-05", "R-06", "R-07", "R-08", "R-09", "R-10", "R-11", "R-12", "R-13", "R-15")
 
 
@@ -104,9 +105,9 @@ _ALL: Final = (
     _mutant("inputs", "reads-global-seed", "depends on the global seed", "C-25"),
     _mutant("state", "thread-count", "depends on the number of threads", "C-26"),
     _mutant("inputs", "wrong-dtype", "stores float32 whatever the cache is", "C-27"),
-    _mutant("running", "hooks-model", "hooks every linear layer while its request lives", *IDENTITY, "R-14"),
-    _mutant("numbers", "raises-in-attend", "attending to its rows raises", *IDENTITY, "R-02"),
-    _mutant("running", "raises-in-extend", "extending by many tokens at once raises", "R-15"),
+    _mutant("running", "hooks-model", "hooks every linear layer while its request lives", *IDENTITY, "R-03", "R-14", "M-01"),
+    _mutant("numbers", "raises-in-attend", "attending to its rows raises", *ATTENDING, *IDENTITY, "R-02", "R-03", "R-14"),
+    _mutant("running", "raises-in-extend", "extend raises on models of three layers", "R-15"),
     _mutant("running", "decoy", "attends to rows that it does not list", "C-11", "R-13"),
     _mutant("maps", "keeps-everything", "keeps every token under the name of a dropper", "C-04", "R-08"),
     _mutant("running", "disappoints", "stays below the acceptance that it declares", "P-01", expected="floor.toml"),

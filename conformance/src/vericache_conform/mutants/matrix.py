@@ -50,9 +50,9 @@ def checks_for(mutant: Mutant, tiers: Sequence[Tier], *, full: bool = False) -> 
     found = [check for check in all_checks().values() if check.tier in tiers]
     if mutant.contained:
         return [check for check in found if check.id in mutant.caught_by]
-    aims = {all_checks()[check].tier for check in mutant.caught_by}
+    aims = {all_checks()[check].tier for check in mutant.caught_by} - {"model"}
     quick = ("static", "contract")
-    return [check for check in found if full or check.tier in quick or (check.tier in aims)]
+    return [check for check in found if full or check.tier in quick or check.tier in aims or check.id in mutant.caught_by]
 
 
 def run_matrix(
