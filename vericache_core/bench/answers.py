@@ -14,8 +14,8 @@ _FENCE = re.compile(r"```[\w-]*\n(.*?)(?:```|\Z)", re.DOTALL)
 def parses(text: str, grammar: Grammar | None) -> bool | None:
     """Whether ``text`` holds what ``grammar`` asks for; ``None`` when nothing was asked for.
 
-    A fenced block counts alone. An answer that was cut by the token limit may miss its last line (Python); a JSON
-    object has to be whole.
+    A fenced block counts alone. An answer may have been cut by the token limit, so the last three lines of Python may
+    be left out; a JSON object has to be whole.
     """
     if grammar is None:
         return None
@@ -25,9 +25,10 @@ def parses(text: str, grammar: Grammar | None) -> bool | None:
 
 
 def _is_python(body: str) -> bool:
-    for candidate in (body, body.rpartition("\n")[0]):
+    lines = body.splitlines()
+    for cut in range(min(4, len(lines))):
         try:
-            if candidate.strip() and ast.parse(candidate).body:
+            if ast.parse("\n".join(lines[: len(lines) - cut])).body:
                 return True
         except (SyntaxError, ValueError):
             continue
