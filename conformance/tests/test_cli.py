@@ -1,0 +1,102 @@
+"""The command: data on stdout, pytest's exit codes, a last line that sums up, and whatever happens the run completes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vericache_conform.cli.main import COMMANDS, main
+from vericache_conform.report.model import read_report
+
+
+def test_run_shows_a_failure_writes_every_report_and_replays_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, page, xml = (tmp_path / name for name in ("r.jsonl", "r.html", "r.xml"))
+    arguments = ["run", "mutant:float-budget", "no-such-compressor", "--check", "S-01", "--check", "C-04", "--seed", "3"]
+    arguments += ["--report", str(report), "--html", str(page), "--junitxml", str(xml)]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  C-04 float-budget" in out
+    assert "reproduce: vericache-conform run mutant:float-budget --check C-04 --seed 3" in out
+    assert "FAIL  S-01 no-such-compressor" in out
+    assert out.splitlines()[-1] == "1 passed, 2 failed, 1 skipped"
+    assert page.read_text().startswith("<!doctype html>")
+    assert xml.read_text().startswith("<?xml")
+    assert read_report(report).footer["exit_status"] == 1
+
+    assert main(["report", str(report)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 passed, 2 failed, 1 skipped"
+    assert main(["replay", str(report), "--check", "C-04", "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["kind"] for line in lines] == ["header", "result", "footer"]
+    first = next(result for result in read_report(report).results if result.check == "C-04")
+    assert lines[1]["example"] == first.example
+    assert lines[1]["message"] == first.message
+    assert main(["compare", str(report), str(report), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == []
+
+
+def test_what_a_compressor_prints_is_kept_from_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "mutant:prints", "--check", "C-17", "--json"]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert "compressing layer 0" in lines[1]["output"]
+    assert lines[-1]["kind"] == "footer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["runn"], "did you mean 'run'"),
+        (["run"], "NAME"),
+        (["run", "identity", "--check", "C-99"], "no check 'C-99'"),
+        (["run", "identity", "--budget", "soon"], "is no time"),
+        (["run", "identity", "--budget", "0s"], "no check fits"),
+        (["run", "identity", "--memory", "much"], "is no size"),
+        (["run", "identity", "-o", "keep"], "key=value"),
+        (["run", "identity", "--expected", "nowhere.toml"], "is no file"),
+        (["explain", "Q-01"], "no check 'Q-01'"),
+        (["report", "nowhere.jsonl"], "cannot be read"),
+        (["mutants", "nothing-like-it"], "no mutant"),
+        (["passport", "show", "nothing"], "no installed compressor"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_4(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.splitlines()) <= 2
+
+
+def test_list_explain_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--tier", "static", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["id"] for check in listed] == [f"S-{n:02}" for n in range(1, 9)]
+    assert main(["explain", "C-09"]) == 0
+    out = capsys.readouterr().out
+    for word in ("why:", "origin:", "fix:", "forgets-option"):
+        assert word in out
+    for name in ("report", "passport"):
+        assert main(["schema", name]) == 0
+        assert json.loads(capsys.readouterr().out)["title"]
+    assert main(["mutants", "--list"]) == 0
+    assert "drops-window" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+    assert main([]) == 0
+
+
+def test_a_malformed_expectations_file_fails_one_check_and_the_rest_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "conformance.toml"
+    path.write_text("[[expected]]\nid = 'C-17'\n")
+    assert main(["run", "mutant:healthy-drop", "--check", "S-08", "--check", "C-17", "--expected", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"{path}:1: state is missing" in out
+    assert out.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"

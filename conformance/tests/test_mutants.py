@@ -1,0 +1,46 @@
+"""The suite tests itself: each fault is found by the checks meant for it, and the healthy ones pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from vericache_conform.catalogue import all_checks, select
+from vericache_conform.execute import Settings, execute
+from vericache_conform.mutants.catalogue import MUTANTS
+from vericache_conform.mutants.matrix import run_matrix, survivors, toothless
+from vericache_conform.runner import expectations_of
+from vericache_conform.subject import resolve
+
+IN_A_PROCESS = {"S-03", "S-05", "S-06", "S-07", "C-07", "C-09"}
+"""Checks that start an interpreter: left to the slow test."""
+QUICK = [check.id for check in select(["static", "contract"]) if check.id not in IN_A_PROCESS]
+SIMPLE = [m.name for m in MUTANTS.values() if not m.contained and m.name not in ("slow-import", "patches-on-import")]
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_mutant_is_caught_by_the_checks_meant_for_it_and_by_no_other(name: str) -> None:
+    mutant, subject = MUTANTS[name], resolve(f"mutant:{name}")
+    settings = Settings(declared={subject.name: expectations_of(subject).declared})
+    results = [execute(all_checks()[id_], subject, settings) for id_ in QUICK]
+    caught = {result.check: result.message for result in results if result.bad}
+    assert set(caught) == mutant.caught_by & set(QUICK), caught
+    assert not [result for result in results if result.outcome == "skip" and not result.declared]
+
+
+def test_whatever_ends_a_process_ends_one_check_only() -> None:
+    rows = run_matrix([name for name, mutant in MUTANTS.items() if mutant.contained], only_meant=True)
+    messages = {row.mutant.name: row.caught["C-05"] for row in rows}
+    assert all(row.good for row in rows)
+    assert "no answer within 6 s" in messages["hangs"]
+    assert "died (signal SIGKILL)" in messages["crashes"]
+    assert "memory" in messages["eats-memory"]
+    assert "raised SystemExit: 3" in messages["exits"]
+    assert "raised ZeroDivisionError" in messages["raises"]
+
+
+@pytest.mark.slow
+def test_the_whole_matrix() -> None:
+    rows = run_matrix()
+    assert not survivors(rows)
+    assert not toothless(rows)
+    assert [f"{r.mutant.name}: missed {r.missed}, unrelated {r.unrelated}" for r in rows if not r.good] == []
