@@ -223,7 +223,7 @@ def fold_codes(query: Tensor, state: AttentionState, keys: CodedRows, values: Co
                 padded(value_dim),
                 *key.shape,
                 *value.shape,
-                min(block_for(head_dim), block_for(value_dim)),
+                block_for(max(head_dim, value_dim)) // 2,  # unpacking needs registers of its own
                 CHUNK,
                 **LAUNCH,
             )
