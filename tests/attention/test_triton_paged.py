@@ -223,6 +223,15 @@ def test_the_cpu_is_refused_outside_of_the_interpreter(monkeypatch: pytest.Monke
         choose_attention("triton", torch.device("cpu"))
 
 
-def test_auto_takes_triton_on_cuda_only() -> None:
-    assert choose_attention("auto", torch.device("cuda"))[0] == "triton"
-    assert choose_attention("auto", torch.device("cpu"))[0] != "triton"
+def test_auto_takes_triton_where_a_kernel_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for launches in (True, False):
+        monkeypatch.setattr("vericache_core.attention.fused._launches", lambda _, launches=launches: launches)
+        assert choose_attention("auto", cuda)[0] == ("triton" if launches else "reference")
+        assert choose_attention("auto", cpu)[0] != "triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_a_device_that_cannot_launch_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_attention("auto", torch.device("cuda", 7))[0] == "reference"
+    assert "Triton cannot run a kernel on cuda:7" in caplog.text

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from vericache_core.attention.fused import have_triton
+from vericache_core.attention.fused import have_triton, runs_on
 from vericache_core.attention.paged import attend_reference
 from vericache_core.cache.move import HAVE_NUMBA
 from vericache_core.errors import ConfigError, MissingDependencyError
@@ -45,12 +45,16 @@ def choose_attention(name: str, device: torch.device) -> tuple[str, AttendFuncti
 
 def _fastest(device: torch.device) -> str:
     """What ``auto`` stands for on ``device``."""
-    if device.type == "cuda" and have_triton():
+    if runs_on(device):
         return "triton"
     if device.type == "cpu" and HAVE_NUMBA:
         return "numba"
     extra = {"cpu": "cpu", "cuda": "gpu"}.get(device.type)
     if extra is not None:
         needed = {"cpu": "Numba", "gpu": "Triton"}[extra]
-        log.warning("%s is not installed, attention takes the slow reference path; pip install 'vericache[%s]'", needed, extra)
+        log.warning(
+            "%s is not installed or cannot run, attention takes the slow reference path; pip install 'vericache[%s]'",
+            needed,
+            extra,
+        )
     return "reference"
