@@ -15,7 +15,7 @@ STAMP      := $(VENV)/.installed
 TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(addsuffix /tests,$(PACKAGES)) benchmarks)
 # mypy does not see through the import hooks of editable installs, so it is told where the sources are.
 EMPTY      :=
-SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES)))
+SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks
 
 # About 5,500 tokens that every checkout has: a licence and a piece of Python.
 CONTEXT    ?= LICENSE vericache_core/plugins/registry.py
