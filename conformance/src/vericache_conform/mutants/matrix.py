@@ -14,8 +14,8 @@ from vericache_conform.runner import expectations_of
 from vericache_conform.subject import resolve
 from vericache_core.errors import VeriCacheError
 
-CONTAINED_FACTOR = 0.1
-"""Mutants that hang are given a tenth of the usual time."""
+CONTAINED_FACTOR = 0.25
+"""Mutants that hang are given a quarter of the usual time."""
 
 
 @dataclass
