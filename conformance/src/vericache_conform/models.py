@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from vericache_core.kv import LayerDescriptor
+
 VOCAB: Final = 320
 HEADS: Final = 4
 KV_HEADS: Final = 2
@@ -102,6 +104,28 @@ def _sharpen(model: Any, name: str) -> None:
             head.mul_(5.0)
             pairs = head[0::2]
             head[1::2] = pairs + 1e-7 * torch.randn(pairs.shape)
+
+
+def shaped(layers: Sequence[LayerDescriptor], seed: int) -> Any:
+    """A Llama with as many layers and heads, and the same dtype, as these descriptors; attention is ``sdpa``."""
+    import transformers
+
+    first = layers[0]
+    settings = {
+        **_COMMON,
+        "hidden_size": first.heads * 16,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": first.heads,
+        "num_key_value_heads": first.kv_heads,
+        "head_dim": first.head_dim,
+    }
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(2000 + seed)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    finally:
+        torch.set_rng_state(state)
+    return model.to(first.dtype)
 
 
 class ToyTokenizer:

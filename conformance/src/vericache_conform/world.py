@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class World:
         self.layers, self.tokens, self.seed = tuple(layers), tokens, seed
         self.token_ids = [(seed * 31 + position * 7 + 3) % 97 for position in range(tokens)]
         draw = torch.Generator().manual_seed(seed * 1_000_003 + 17)
+        self._built: Any = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.queries: list[Tensor] = []
@@ -96,6 +97,7 @@ class World:
             mass_reader=(lambda index: self._mass(index, tokens)) if needs.attention_mass else None,
             score_runner=self._score if needs.scoring else None,
             encoder=lambda text: list(text.encode()),
+            model_reader=self._model if needs.model else None,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -110,6 +112,14 @@ class World:
         other.values = [change(part) for part in self.values]
         other.queries = [change(part) for part in self.queries]
         return other
+
+    def _model(self) -> Any:
+        """A tiny model of the same shape. Its own rows are not this world's; compressors that run it only rank with it."""
+        from vericache_conform.models import shaped
+
+        if self._built is None:
+            self._built = shaped(self.layers, self.seed)
+        return self._built
 
     def _mass(self, index: int, tokens: int) -> Tensor:
         layer = self.layers[index]
