@@ -108,7 +108,7 @@ class _Watch:
                 self._file("writes", path)
         elif event in FILES:
             self._file(event, arguments[0])
-        elif event in NETWORK:
+        elif event in NETWORK and not _local(arguments):
             self.events.append(f"network: {event} {arguments[1:2]!r}")
         elif event in PROCESSES:
             self.events.append(f"process: {event} {arguments[0]!r}")
@@ -117,6 +117,12 @@ class _Watch:
         text = os.path.realpath(os.fsdecode(path))
         if not (text.startswith(self.allowed) or text == os.devnull or text.endswith(".pyc") or "__pycache__" in text):
             self.events.append(f"file: {event} {text}")
+
+
+def _local(arguments: tuple[Any, ...]) -> bool:
+    """Whether a socket event concerns this machine only: libraries bind ``::1`` to see whether there is IPv6."""
+    address = arguments[1] if len(arguments) > 1 else None
+    return isinstance(address, tuple) and bool(address) and str(address[0]) in ("::1", "127.0.0.1", "localhost")
 
 
 class _Output:

@@ -113,7 +113,7 @@ def _found(ref: str, plan: Plan) -> tuple[Subject | None, str]:
     """The subject, or why there is none; an installed plugin is not loaded in this process when it can be avoided."""
     try:
         subject = resolve(ref, plan.options)
-        subject.expected_file = plan.expected
+        subject.expected_file = plan.expected or subject.expected_file
         subject.spec  # noqa: B018  # loads the plugin: an unknown name must be told from a failed check
     except Exception as error:  # noqa: BLE001  # whatever a plugin raises becomes a failed S-01
         return None, str(error)

@@ -31,7 +31,8 @@ def main() -> int:
     settings = Settings(first["seed"], first["model"], first["declared"])
     try:
         subject = resolve(first["ref"], first["options"])
-        subject.expected_file = Path(first["expected"]) if first["expected"] else None
+        if first["expected"]:
+            subject.expected_file = Path(first["expected"])
     except VeriCacheError as error:
         subject, problem = None, str(error)
     replies.write(json.dumps({"ready": True}) + "\n")

@@ -48,8 +48,10 @@ def real_model(case: Case) -> Evidence:
 
     def body(example: Mapping[str, Any]) -> None:
         nonlocal share
-        prompt = TEXT * example["repeat"] + "\n\nQuestion: " + QUESTIONS[example["question"]] + "\nAnswer:"
-        params = SamplingParams(max_new_tokens=TOKENS, **example["sampling"])
+        text = TEXT * example["repeat"] + "\n\n" + QUESTIONS[example["question"]]
+        chat = bool(getattr(engine.tokenizer, "chat_template", None))
+        prompt: Any = [{"role": "user", "content": text}] if chat else text
+        params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True, **example["sampling"])
         expected = engine.generate([prompt], params, compressor=None, record_logits=True)[0]
         got = attempt("generate", lambda: engine.generate([prompt], params, record_logits=True)[0])
         require_same(expected, got, f"question {example['question']}")
