@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from vericache_conform.cli.main import COMMANDS, main
 from vericache_conform.report.model import read_report
+from vericache_core.errors import UsageError
 
 
 def test_run_shows_a_failure_writes_every_report_and_replays_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +73,21 @@ def test_usage_errors_are_one_line_and_exit_4(arguments: list[str], words: str, 
     assert captured.out == ""
     assert words in captured.err
     assert len(captured.err.splitlines()) <= 2
+
+
+def test_a_killed_run_leaves_no_report_that_looks_complete(tmp_path: Path) -> None:
+    report, stream = tmp_path / "r.jsonl", tmp_path / "stdout.jsonl"
+    command = [sys.executable, "-m", "vericache_conform.cli.main", "run", "mutant:hangs", "--check", "S-01", "--check", "C-05"]
+    with stream.open("w") as sink:
+        process = subprocess.Popen([*command, "--json", "--report", str(report)], stdout=sink, start_new_session=True)
+        while stream.read_text().count("\n") < 2 and process.poll() is None:  # the header and the first result
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not report.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["stdout.jsonl"]
+    with pytest.raises(UsageError, match="not complete"):
+        read_report(stream)
 
 
 def test_list_explain_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +19,7 @@ OUTPUT_KEPT = 2000
 
 def main() -> int:
     """Serve orders until stdin ends. The first line describes the subject and the settings."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     orders, replies, sink = _take_over_streams()
     first = json.loads(orders.readline())
     _limit_memory(first["memory"])
@@ -50,6 +53,13 @@ def main() -> int:
         replies.write(json.dumps(reply, default=str) + "\n")
         replies.flush()
     return 0
+
+
+def _end_with_parent(parent: int) -> None:
+    """A run that was killed must not leave a worker behind that hangs for ever."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _take_over_streams() -> tuple[TextIO, TextIO, Any]:
