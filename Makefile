@@ -24,6 +24,9 @@ DEMO_FLAGS ?= -m demo -c snapkv --keep 0.25 --max-new-tokens 64 --compare-full
 # The oldest transformers that is supported; the newest is what `make test` installs.
 OLDEST     ?= transformers==5.2.0
 
+# Each test process runs on one thread, so two share two cores well.
+WORKERS    ?= 2
+
 .PHONY: demo install test test-slow test-oldest lint types pytest format clean
 
 demo: $(STAMP)
@@ -49,15 +52,15 @@ types: $(STAMP)
 	MYPYPATH=$(SOURCES) $(BIN)/mypy $(TYPED)
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # The same tests on the oldest transformers, in an environment of their own.
 test-oldest:
 	$(MAKE) install VENV=$(VENV)-oldest TORCH="$(TORCH) $(OLDEST)"
-	$(VENV)-oldest/bin/python -m pytest -q -m "not slow"
+	$(VENV)-oldest/bin/python -m pytest -q -m "not slow" -n $(WORKERS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
