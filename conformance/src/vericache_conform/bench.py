@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +12,13 @@ from torch import Tensor
 from vericache_conform import models
 from vericache_conform.case import Case
 from vericache_conform.outcome import Failure, Skip
+from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine, RequestOutput
 from vericache_core.errors import UnsupportedModelError, VeriCacheError
 from vericache_core.kv import CompressedKV
 from vericache_core.plugins.registry import Registry
+from vericache_core.plugins.spec import CompressorSpec
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -85,7 +86,7 @@ class Bench:
             Skip: the engine refuses the model, as it may on some releases.
         """
         subject = self.case.subject
-        registry = subject.registry if seen is None else _recording(subject.registry, subject.name, seen)
+        registry = subject.registry if seen is None else _Recording(subject.registry, seen)
         settings: dict[str, Any] = {"rows": ROWS, "window": 4, "fold": 0, "full_kv": "host", "probe": False, **config}
         try:
             made = EngineConfig(compressor=subject.name, options={**subject.options, **(options or {})}, **settings)
@@ -126,24 +127,31 @@ def greedy(count: int, **more: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, **more)
 
 
-def _recording(registry: Registry, name: str, seen: Seen) -> Registry:
-    spec = registry.spec(name)
+class _Recording(Registry):
+    """A registry whose compressors note what their ``compress`` returns."""
 
-    def factory(options: Any) -> Any:
-        built: Any = spec.factory(options)
+    def __init__(self, inner: Registry, seen: Seen) -> None:
+        super().__init__(discover=False)
+        self._inner, self._seen = inner, seen
+
+    def spec(self, name: str) -> CompressorSpec:
+        return self._inner.spec(name)
+
+    def without(self, disable: Iterable[str]) -> Registry:
+        return self
+
+    def create(self, name: str, options: Any = None) -> Compressor:
+        built: Any = self._inner.create(name, options)
         original = built.compress
 
         def compress(*arguments: Any) -> CompressedKV:
             made: CompressedKV = original(*arguments)
-            seen.compressed.append(made)
+            self._seen.compressed.append(made)
             return made
 
         built.compress = compress
-        return built
-
-    made = Registry(discover=False)
-    made.register(dataclasses.replace(spec, factory=factory))
-    return made
+        found: Compressor = built
+        return found
 
 
 @contextmanager
