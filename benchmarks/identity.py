@@ -247,13 +247,13 @@ def demo_prompts(tokenizer: Any, kind: str, batch: int) -> list[list[int]]:
     return [first, *cuts][:batch]
 
 
-def run_demo(tally: Tally, new_tokens: int) -> None:
-    """A pairwise-covering set of cells on the demo model."""
+def run_demo(tally: Tally, new_tokens: int, dtypes: Sequence[torch.dtype]) -> None:
+    """A pairwise-covering set of cells on the demo model, those of ``dtypes``."""
     factors: dict[str, Any] = {"setting": settings(tiny=False), "window": WINDOWS, "batch": BATCHES}
     factors |= {"dtype": DTYPES, "tier": TIERS, "prompt": list(PROMPTS)}
     cells = pairwise(factors, at_least=40)
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    for dtype in DTYPES:
+    for dtype in dtypes:
         model, tokenizer = load_model("demo", dtype)
         config = EngineConfig()
         base = Engine(model, tokenizer, config)
@@ -318,6 +318,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="only the random-weight models")
     parser.add_argument("--demo", action="store_true", help="only the demo model")
     parser.add_argument("--new-tokens", type=int, default=24, help="tokens per request on the demo model [24]")
+    parser.add_argument("--dtype", choices=[str(d)[6:] for d in DTYPES], help="only the demo cells of this dtype")
     parser.add_argument("--json", metavar="FILE", help="write every cell")
     args = parser.parse_args()
     print(
@@ -328,7 +329,7 @@ def main() -> int:
     if not args.demo:
         run_tiny(tally)
     if not args.tiny:
-        run_demo(tally, args.new_tokens)
+        run_demo(tally, args.new_tokens, [d for d in DTYPES if args.dtype in (None, str(d)[6:])])
     for name, (accepted, drafted) in sorted(tally.acceptance.items()):
         print(f"acceptance {name:16} {accepted:7}/{drafted:<7} {accepted / max(1, drafted):6.1%}")
     print(
