@@ -17,6 +17,7 @@ from vericache_compressor_kvpress.table import PRESSES
 from vericache_core import CompressContext, EngineConfig, LayerDescriptor, PrefixView, Registry, SamplingParams
 from vericache_core.engine import Engine
 from vericache_core.errors import MissingDependencyError, OptionError
+from vericache_core.kv import PlainLayer
 
 try:
     kvpress()
@@ -70,13 +71,16 @@ def full_rows(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers]
 
 
+def descriptors(model: Any) -> list[LayerDescriptor]:
+    return [
+        LayerDescriptor(i, "full", 4, 2, 16, 16, torch.float32, 0.25, rope_theta=10_000.0, rotary_dim=16)
+        for i in range(model.config.num_hidden_layers)
+    ]
+
+
 def compress(model: Any, name: str, protected: tuple[tuple[int, int], ...] = ()) -> Any:
     rows = full_rows(model)
-    layers = [
-        LayerDescriptor(i, "full", 4, 2, 16, 16, torch.float32, 0.25, rope_theta=10_000.0, rotary_dim=16)
-        for i in range(len(rows))
-    ]
-    view = PrefixView.from_tensors(layers, [k for k, _ in rows], [v for _, v in rows], IDS)
+    view = PrefixView.from_tensors(descriptors(model), [k for k, _ in rows], [v for _, v in rows], IDS)
     context = CompressContext(protected=protected, model_reader=lambda: model)
     return KvpressCompressor(name, options(name)).compress(view, context)
 
@@ -144,6 +148,44 @@ def test_protected_spans_survive(model: Any, name: str) -> None:
     made = compress(model, name, protected=((10, 25),))
     for layer in made.layers:
         assert all(set(range(10, 25)) <= set(layer.surviving.head(head).tolist()) for head in range(2))
+
+
+SHORTEST = {
+    "tova": 2,
+    "streaming-llm": 5,
+    "expected-attention": 5,
+    "critical-kv": 5,
+    "cap": 5,
+    "leverage-score": 2,
+    "compactor": 14,
+    "snapkv": 65,
+    "pyramid-kv": 65,
+    "ada-kv": 65,
+    "chunk-kv": 65,
+    "entropy-gated-chunk-kv": 65,
+    "critical-ada-kv": 65,
+}
+
+
+@pytest.mark.parametrize("name", PRESSES)
+def test_a_prompt_that_a_press_finds_too_short_survives_whole(model: Any, name: str) -> None:
+    rows = full_rows(model)
+    compressor = KvpressCompressor(name, KvpressOptions(keep=0.5))  # arguments of the press at their defaults
+    least = SHORTEST.get(name, 1)
+    assert compressor.shortest == least
+    for tokens in sorted({0, 1, 2, least - 1, least, least + 1}):
+        view = PrefixView.from_tensors(
+            descriptors(model), [k[:, :tokens] for k, _ in rows], [v[:, :tokens] for _, v in rows], IDS[:tokens]
+        )
+        made = compressor.compress(view, CompressContext(model_reader=lambda: model))
+        made.check_integrity()
+        if tokens < least:
+            for index, layer in enumerate(made.layers):
+                assert isinstance(layer, PlainLayer)
+                assert layer.surviving.counts == (tokens, tokens)
+                assert torch.equal(torch.stack([layer.head(h)[0] for h in range(2)]), rows[index][0][:, :tokens])
+        elif PRESSES[name].scorer:
+            assert {layer.surviving.counts for layer in made.layers if layer is not None} == {(max(1, tokens // 2),) * 2}
 
 
 def test_importing_kvpress_changes_no_attention_function() -> None:

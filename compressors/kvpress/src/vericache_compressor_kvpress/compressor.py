@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vericache_compressor_kvpress.library import build_press
+from vericache_compressor_kvpress.library import build_press, shortest
 from vericache_compressor_kvpress.options import KvpressOptions
 from vericache_compressor_kvpress.replay import LayerCall, replay
 from vericache_compressor_kvpress.survivors import masked_survivors, matched_survivors
 from vericache_compressor_kvpress.table import PREFIX, PRESSES
-from vericache_core import CompressContext, CompressedKV, HeadMap, Needs, PrefixView, TokenDropCompressor
+from vericache_core import CompressContext, CompressedKV, HeadMap, LayerDescriptor, Needs, PrefixView, TokenDropCompressor
 from vericache_core.errors import CompressorFault
 from vericache_core.kv import CompressedLayer, PlainLayer
 
@@ -29,6 +29,8 @@ class KvpressCompressor(TokenDropCompressor):
     numbers may differ in the last bits from those of the full KV and between thread counts; where scores are close,
     so may the choice.
 
+    A prompt shorter than the press accepts (its window or its sinks) survives whole, without a pass; so does none.
+
     Raises:
         MissingDependencyError: kvpress is not installed.
         CompressorFault: the press fails on this model or prompt (kvpress's own message is the cause).
@@ -38,7 +40,8 @@ class KvpressCompressor(TokenDropCompressor):
         super().__init__(options or KvpressOptions())
         self.press = press
         self.entry = PRESSES[press]
-        build_press(press, self.options)  # a bad argument must not wait for the first prompt
+        # Built now, since a bad argument must not wait for the first prompt.
+        self.shortest = shortest(build_press(press, self.options))
 
     @property
     def name(self) -> str:  # type: ignore[override]  # one class serves many names
@@ -49,7 +52,9 @@ class KvpressCompressor(TokenDropCompressor):
         return Needs(model=True)
 
     def scores(self, prefix: PrefixView, context: CompressContext) -> dict[int, Tensor]:
-        """Scores of a press that ranks tokens: float32 ``[kv_heads, tokens]`` by layer."""
+        """Scores of a press that ranks tokens: float32 ``[kv_heads, tokens]`` by layer; zeros if the prompt is too short."""
+        if prefix.tokens < self.shortest:
+            return {layer.index: torch.zeros(layer.kv_heads, prefix.tokens) for layer in prefix.layers if self.supports(layer)}
         found: dict[int, Tensor] = {}
         with self._pressing(prefix, context) as press:
 
@@ -60,8 +65,15 @@ class KvpressCompressor(TokenDropCompressor):
             self._replay(prefix, context, see)
         return found
 
+    def allocate(
+        self, layers: Sequence[LayerDescriptor], scores: Sequence[Tensor], tokens: int, context: CompressContext
+    ) -> list[list[int]]:
+        if tokens < self.shortest:
+            return [[tokens] * layer.kv_heads for layer in layers]
+        return super().allocate(layers, scores, tokens, context)
+
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
-        if self.entry.scorer:
+        if self.entry.scorer or prefix.tokens < self.shortest:
             return super().compress(prefix, context)
         kept: dict[int, list[Tensor]] = {}
         with self._pressing(prefix, context) as press:

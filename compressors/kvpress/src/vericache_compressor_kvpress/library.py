@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from vericache_compressor_kvpress.options import KvpressOptions
-from vericache_compressor_kvpress.table import PRESSES
+from vericache_compressor_kvpress.table import PRESSES, SHORTEST
 from vericache_core.errors import MissingDependencyError, OptionError
 
 
@@ -56,3 +56,13 @@ def build_press(name: str, options: KvpressOptions) -> Any:
         return getattr(library, entry.class_name)(**arguments)
     except (TypeError, AssertionError) as error:
         raise OptionError(f"kvpress-{name} does not take these arguments", cause=str(error)) from error
+
+
+def shortest(press: Any) -> int:
+    """Fewest tokens that ``press`` and the one that it wraps accept; at least 1."""
+    found = [1]
+    for part in (press, getattr(press, "press", None)):
+        for kind in type(part).__mro__:
+            attributes, more = SHORTEST.get(kind.__name__, ((), 1))
+            found.append(sum(getattr(part, attribute) for attribute in attributes) + more)
+    return max(found)

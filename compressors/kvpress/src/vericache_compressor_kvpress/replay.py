@@ -60,7 +60,7 @@ def replay(
     with _hooks(decoder, layers, see, len(token_ids)), _attention(model, eager=eager), torch.no_grad():
         from transformers import DynamicCache
 
-        ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=next(model.parameters()).device)
         parameters = inspect.signature(decoder.forward).parameters
         name = "past_key_values" if "past_key_values" in parameters else "cache"
         decoder(input_ids=ids, use_cache=True, **{name: DynamicCache()})

@@ -82,3 +82,14 @@ NOT_OFFERED: Final[dict[str, str]] = {
     "PerLayerCompressionPress": "needs one ratio for every layer of one certain model",
 }
 """Presses without a name here, and why."""
+
+SHORTEST: Final[dict[str, tuple[tuple[str, ...], int]]] = {
+    "SnapKVPress": (("window_size",), 1),
+    "TOVAPress": ((), 2),
+    "StreamingLLMPress": (("n_sink",), 1),
+    "ExpectedAttentionPress": (("n_sink",), 1),
+    "CapPress": (("n_sink",), 1),
+    "LeverageScorePress": ((), 2),
+    "CompactorPress": (("sink_size_start", "sink_size_end"), 2),
+}
+"""Fewest tokens that a press, or one derived from it, accepts: the sum of these attributes of it, plus a number."""
