@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from vericache_conform.catalogue import all_checks, select
 from vericache_conform.execute import Settings, execute
 from vericache_conform.mutants.catalogue import MUTANTS
-from vericache_conform.mutants.matrix import run_matrix, survivors, toothless
+from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
 from vericache_conform.runner import expectations_of
 from vericache_conform.subject import resolve
 
@@ -28,7 +30,9 @@ def test_a_mutant_is_caught_by_the_checks_meant_for_it_and_by_no_other(name: str
 
 
 def test_whatever_ends_a_process_ends_one_check_only() -> None:
-    rows = run_matrix([name for name, mutant in MUTANTS.items() if mutant.contained], only_meant=True)
+    names = [name for name, mutant in MUTANTS.items() if mutant.contained]
+    rows = run_matrix(names, only_meant=True, jobs=2)
+    assert [row.mutant.name for row in rows] == names
     messages = {row.mutant.name: row.caught["C-05"] for row in rows}
     assert all(row.good for row in rows)
     assert "no answer within 15 s" in messages["hangs"]
@@ -38,9 +42,25 @@ def test_whatever_ends_a_process_ends_one_check_only() -> None:
     assert "raised ZeroDivisionError" in messages["raises"]
 
 
+def test_every_check_has_a_mutant_that_is_meant_for_it() -> None:
+    assert set(all_checks()) - {check for mutant in MUTANTS.values() for check in mutant.caught_by} == set()
+
+
+def test_a_mutant_is_judged_by_the_checks_that_ran() -> None:
+    mutant = MUTANTS["map-off-by-one"]  # for C-02 and C-18
+    assert Row(mutant, ["C-02"], {"C-02": "caught"}).good
+    assert not Row(mutant, ["C-02"]).good
+    assert not Row(mutant, ["C-02", "C-01"], {"C-01": "x", "C-02": "x"}).good
+    assert survivors([Row(mutant, ["C-02"])]) == [mutant.name]
+    apart = Row(mutant, ["S-01"])
+    assert (apart.good, apart.tried, survivors([apart])) == (True, False, [])
+    assert toothless([apart, Row(mutant, ["C-02"], {"C-02": "x"})]) == ["S-01"]
+
+
 @pytest.mark.slow
 def test_the_whole_matrix() -> None:
-    rows = run_matrix()
+    rows = run_matrix(jobs=os.cpu_count() or 1)
+    assert all(row.tried for row in rows)
     assert not survivors(rows)
     assert not toothless(rows)
     assert [f"{r.mutant.name}: missed {r.missed}, unrelated {r.unrelated}" for r in rows if not r.good] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,13 +14,15 @@ from vericache_conform.case import Case
 from vericache_conform.outcome import Failure, Skip
 from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig
-from vericache_core.engine import Engine, RequestOutput
 from vericache_core.errors import UnsupportedModelError, VeriCacheError
 from vericache_core.kv import CompressedKV
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.spec import CompressorSpec
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds that the static and contract tiers can do without
+    from vericache_core.engine import Engine, RequestOutput
 
 ROWS = 16
 
@@ -85,6 +87,8 @@ class Bench:
             Failure: the engine refuses the compressor.
             Skip: the engine refuses the model, as it may on some releases.
         """
+        from vericache_core.engine import Engine
+
         subject = self.case.subject
         registry = subject.registry if seen is None else _Recording(subject.registry, seen)
         settings: dict[str, Any] = {"rows": ROWS, "window": 4, "fold": 0, "full_kv": "host", "probe": False, **config}
@@ -100,6 +104,8 @@ class Bench:
 
     def plain(self, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
         """What the full cache alone gives, with logits; computed once per prompt and parameters."""
+        from vericache_core.engine import Engine
+
         key = f"plain/{self.architecture}/{self.head_dim}/{self.case.seed}/{tuple(prompt)!r}/{params!r}"
         memo = self.case.subject.memo
         if key not in memo:

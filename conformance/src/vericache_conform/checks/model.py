@@ -10,7 +10,6 @@ from vericache_conform.check import check
 from vericache_conform.mismatch import require_same
 from vericache_conform.outcome import Evidence, Failure
 from vericache_core.config import EngineConfig
-from vericache_core.engine import Engine
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -37,6 +36,8 @@ TOKENS = 40
 )
 def real_model(case: Case) -> Evidence:
     """On a real model, greedy and sampled output equal plain full-cache decoding bit for bit; acceptance is reported."""
+    from vericache_core.engine import Engine  # slow to import, see bench
+
     subject = case.subject
     settings: dict[str, Any] = {"compressor": subject.name, "options": dict(subject.options), "full_kv": "host", "fold": 64}
     try:

@@ -16,7 +16,6 @@ from vericache_conform.check import check
 from vericache_conform.mismatch import require_same
 from vericache_conform.outcome import Evidence, Failure, Skip
 from vericache_conform.stored import dense_rows, stored_layers, tensor_bytes
-from vericache_core.runtime.loop import StepLoop
 
 TOLERANCE = 1e-4
 WINDOW = 6
@@ -219,6 +218,8 @@ def poison(case: Case) -> Evidence:
 @contextmanager
 def _poisoned(target: str | None) -> Iterator[None]:
     """Fill one of the two caches with nonsense during each draft step, and put it back afterwards."""
+    from vericache_core.runtime.loop import StepLoop  # slow to import, see bench
+
     original = StepLoop._forward  # noqa: SLF001  # a test looks inside
 
     def forward(loop: StepLoop, segments: Any, observe: Any) -> Any:

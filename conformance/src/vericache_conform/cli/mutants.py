@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from vericache_conform.check import TIERS, Tier
 from vericache_conform.mutants.catalogue import MUTANTS, find_mutant
 from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
 from vericache_core.cli.output import note, print_json, print_table
+from vericache_core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these [all]")
-    parser.add_argument("--tier", action="append", choices=TIERS, help="which checks (repeatable) [all but model]")
+    parser.add_argument(
+        "--tier",
+        action="append",
+        choices=TIERS,
+        help="which checks (repeatable) [all but model, which needs a real model; --tier model runs just that]",
+    )
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     parser.add_argument("--full", action="store_true", help="the slow tiers on every mutant, not only on those aimed at them")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="mutants at a time, a process each [%(default)s]"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -26,9 +36,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(names, as_json=args.json)
     tiers: list[Tier] = args.tier or ["static", "contract", "runtime", "perf"]
-    rows = run_matrix(names, tiers, full=args.full, listen=lambda row: note(_line(row)))
+    if args.jobs < 1:
+        raise UsageError("--jobs must be at least 1")
+    rows = run_matrix(names, tiers, full=args.full, jobs=args.jobs, listen=lambda row: note(_line(row)))
     alive, blunt = survivors(rows), [] if names else toothless(rows)
-    good = not alive and not blunt and all(row.good for row in rows)
+    good = bool(rows) and not alive and not blunt and all(row.good for row in rows)
     if args.json:
         print_json(
             "vericache-conform.mutants/1",
@@ -36,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         table = [
-            [r.mutant.name, "ok" if r.good else "WRONG", " ".join(sorted(r.caught)) or "-", _complaint(r) or r.mutant.fault]
+            [r.mutant.name, _verdict(r), f"{r.seconds:.0f} s", " ".join(sorted(r.caught)), _complaint(r) or r.mutant.fault]
             for r in rows
         ]
-        print_table(["MUTANT", "VERDICT", "CAUGHT BY", "FAULT"], table)
+        print_table(["MUTANT", "VERDICT", "TIME", "CAUGHT BY", "FAULT"], table)
         for check in blunt:
             print(f"{check} kills no mutant")
         killed = sum(bool(row.caught) for row in rows)
@@ -57,8 +69,14 @@ def _list(names: list[str], *, as_json: bool) -> int:
     return 0
 
 
+def _verdict(row: Row) -> str:
+    if not row.good:
+        return "WRONG"
+    return "ok" if row.tried else "not tried"
+
+
 def _line(row: Row) -> str:
-    return f"{row.mutant.name}: {'ok' if row.good else 'WRONG'} {' '.join(sorted(row.caught))} {_complaint(row)}"
+    return f"{row.mutant.name}: {_verdict(row)} {' '.join(sorted(row.caught))} {_complaint(row)}"
 
 
 def _complaint(row: Row) -> str:
@@ -80,4 +98,6 @@ def _described(row: Row) -> dict[str, Any]:
         "missed": row.missed,
         "unrelated": row.unrelated,
         "good": row.good,
+        "tried": row.tried,
+        "seconds": row.seconds,
     }

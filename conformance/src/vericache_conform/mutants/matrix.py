@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Lock
 
 from vericache_conform.catalogue import all_checks
 from vericache_conform.check import Check, Tier
@@ -20,11 +23,12 @@ CONTAINED_FACTOR = 0.25
 
 @dataclass
 class Row:
-    """One mutant: what it should be caught by, what ran, and what caught it."""
+    """One mutant: what it should be caught by, what ran and for how long, and what caught it."""
 
     mutant: Mutant
     ran: list[str] = field(default_factory=list)
     caught: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def missed(self) -> list[str]:
@@ -38,8 +42,12 @@ class Row:
 
     @property
     def good(self) -> bool:
-        meant = bool(self.mutant.caught_by)
-        return not self.missed and not self.unrelated and (bool(self.caught) or not meant)
+        return not self.missed and not self.unrelated
+
+    @property
+    def tried(self) -> bool:
+        """Whether a check that is meant for it ran (the chosen tiers may hold none); a healthy one is always tried."""
+        return not self.mutant.caught_by or bool(self.mutant.caught_by & set(self.ran))
 
 
 def checks_for(mutant: Mutant, tiers: Sequence[Tier], *, full: bool = False) -> list[Check]:
@@ -61,24 +69,41 @@ def run_matrix(
     *,
     only_meant: bool = False,
     full: bool = False,
+    jobs: int = 1,
     listen: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Run mutants (default all) against checks; ``only_meant`` tries just the checks that should catch each."""
-    rows = []
+    """Run mutants (default all) against checks; ``only_meant`` tries just the checks that should catch each.
+
+    A mutant for which the tiers hold no check at all is left out.
+
+    Every mutant has a worker process of its own, so ``jobs`` of them run at a time without meeting.
+    """
+    telling = Lock()
+
+    def one(job: tuple[Mutant, list[Check]]) -> Row:
+        row = _run(*job)
+        if listen is not None:
+            with telling:
+                listen(row)
+        return row
+
+    work = []
     for mutant in [MUTANTS[name] for name in names] or MUTANTS.values():
         checks = checks_for(mutant, tiers, full=full)
         if only_meant:
             checks = [check for check in checks if check.id in mutant.caught_by]
-        row = _run(mutant, checks)
-        rows.append(row)
-        if listen is not None:
-            listen(row)
-    return rows
+        if checks:
+            work.append((mutant, checks))
+    # The longest first: none is left over at the end that runs alone.
+    order = sorted(range(len(work)), key=lambda at: -sum(check.cost for check in work[at][1]))
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = dict(zip(order, pool.map(one, [work[at] for at in order]), strict=True))
+    return [rows[at] for at in range(len(work))]
 
 
 def survivors(rows: Sequence[Row]) -> list[str]:
-    """Mutants that no check caught."""
-    return [row.mutant.name for row in rows if row.mutant.caught_by and not row.caught]
+    """Mutants that no check caught, though some that are meant to ran."""
+    return [row.mutant.name for row in rows if row.mutant.caught_by and row.tried and not row.caught]
 
 
 def toothless(rows: Sequence[Row]) -> list[str]:
@@ -88,7 +113,7 @@ def toothless(rows: Sequence[Row]) -> list[str]:
 
 
 def _run(mutant: Mutant, checks: Sequence[Check]) -> Row:
-    row = Row(mutant)
+    row, started = Row(mutant), time.perf_counter()
     ref = f"mutant:{mutant.name}"
     try:
         subject = resolve(ref) if not mutant.contained and mutant.expected else None
@@ -105,4 +130,5 @@ def _run(mutant: Mutant, checks: Sequence[Check]) -> Row:
             row.ran.append(check.id)
             if result.bad:
                 row.caught[check.id] = f"{result.outcome}: {result.message}"
+    row.seconds = round(time.perf_counter() - started, 1)
     return row
