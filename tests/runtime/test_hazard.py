@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vericache_core.runtime.hazard import HazardEstimate, Prior, PriorBook, accepted_at
+
+
+def run(random_numbers: random.Random, hazard: float, window: int) -> int:
+    for accepted in range(window):
+        if random_numbers.random() < hazard:
+            return accepted
+    return window
+
+
+@pytest.mark.parametrize("hazard", [0.01, 0.05, 0.3, 0.9])
+def test_the_hazard_is_found_and_lies_within_its_bounds(hazard: float) -> None:
+    numbers, inside, means = random.Random(1), 0, []
+    for _ in range(200):
+        estimate = HazardEstimate(Prior(0.05, 1), memory=1e9)
+        for _ in range(60):
+            estimate.observe(8, run(numbers, hazard, 8))
+        means.append(estimate.mean)
+        inside += estimate.bound(-2) <= hazard <= estimate.bound(2)
+    assert sum(means) / len(means) == pytest.approx(hazard, rel=0.05, abs=0.002)
+    assert 0.9 <= inside / 200 <= 0.99
+
+
+def test_a_round_that_ran_to_its_end_holds_no_failure() -> None:
+    full, cut = HazardEstimate(Prior(0.2, 10)), HazardEstimate(Prior(0.2, 10))
+    for _ in range(30):
+        full.observe(5, 5)
+        cut.observe(6, 5)
+    assert full.mean < 0.02
+    assert cut.mean == pytest.approx(1 / 6, rel=0.1)
+
+
+def test_what_lies_behind_a_disagreement_says_nothing() -> None:
+    short, long = HazardEstimate(), HazardEstimate()
+    short.observe(3, 2)
+    long.observe(64, 2)
+    assert short.mean == long.mean
+
+
+def test_it_follows_a_change() -> None:
+    numbers, estimate = random.Random(2), HazardEstimate(memory=100)
+    for _ in range(100):
+        estimate.observe(16, run(numbers, 0.01, 16))
+    assert estimate.mean < 0.03
+    for _ in range(100):
+        estimate.observe(16, run(numbers, 0.4, 16))
+    assert estimate.mean > 0.25
+
+
+def test_bounds_are_close_to_quantiles_of_the_beta_distribution() -> None:
+    numbers, estimate = random.Random(3), HazardEstimate(Prior(0.1, 50))
+    estimate.observe(40, 30)
+    sample = sorted(numbers.betavariate(estimate.differed, estimate.agreed) for _ in range(20_000))
+    assert estimate.bound(-2) == pytest.approx(sample[int(0.0228 * 20_000)], abs=0.02)
+    assert estimate.bound(2) == pytest.approx(sample[int(0.9772 * 20_000)], abs=0.02)
+
+
+def test_expected_accepted_averages_over_what_is_not_known() -> None:
+    numbers, estimate = random.Random(4), HazardEstimate(Prior(0.2, 5))
+    hazards = [numbers.betavariate(estimate.differed, estimate.agreed) for _ in range(20_000)]
+    expected = estimate.expected_accepted(12)
+    for window in (0, 1, 5, 12):
+        sampled = sum(accepted_at(hazard, window) for hazard in hazards) / len(hazards)
+        assert expected[window] == pytest.approx(sampled, rel=0.02, abs=1e-9)
+
+
+def test_accepted_at_is_the_sum_of_powers() -> None:
+    for hazard in (0.0, 0.1, 1.0):
+        assert accepted_at(hazard, 7) == pytest.approx(sum((1 - hazard) ** i for i in range(1, 8)))
+
+
+def test_a_restart_leaves_the_prior() -> None:
+    estimate = HazardEstimate(Prior(0.1, 4))
+    estimate.observe(9, 0)
+    estimate.restart()
+    assert estimate.mean == pytest.approx(0.1)
+    assert estimate.differed + estimate.agreed == pytest.approx(4)
+
+
+def test_impossible_rounds_and_priors_are_refused() -> None:
+    for drafted, accepted in ((3, 4), (3, -1)):
+        with pytest.raises(ValueError, match="accepted"):
+            HazardEstimate().observe(drafted, accepted)
+    for hazard, weight in ((0.0, 1.0), (1.0, 1.0), (0.5, 0.0), (float("nan"), 1.0), (0.5, float("inf"))):
+        with pytest.raises(ValueError, match="expected a"):
+            Prior(hazard, weight)
+
+
+def test_the_book_learns_from_all_requests_of_a_compressor_but_not_too_much() -> None:
+    book = PriorBook({"good": Prior(0.02, 30)})
+    assert book.prior("good") == Prior(0.02, 30)
+    assert book.prior("other") == Prior()
+    for _ in range(300):
+        book.observe("good", 4, 0)
+    learned = book.prior("good")
+    assert learned.hazard > 0.85
+    assert learned.weight == 30
+    assert book.prior("other") == Prior()
