@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from vericache_core.errors import ConfigError
+from vericache_core.runtime.costs import CostModel, Link, StepLoad, StepSample, SwapSample, fit
+
+TRUE = CostModel({8: 0.02, 32: 0.03, 128: 0.08}, read=1e-10, pair=2e-8, links={"host": Link(0.001, 2e-10)}, layers=30)
+
+
+def steps(numbers: random.Random, noise: float, model: CostModel = TRUE) -> list[StepSample]:
+    samples = []
+    for _ in range(60):
+        load = StepLoad(numbers.choice([8, 32, 128]), numbers.uniform(0, 1e9), numbers.choice([0, numbers.uniform(0, 2e6)]))
+        samples.append(StepSample(load, model.compute_seconds(load) * numbers.uniform(1 - noise, 1 + noise)))
+    return samples
+
+
+def test_a_step_pays_its_padded_shape_its_reading_and_its_block_arithmetic() -> None:
+    assert TRUE.compute_seconds(StepLoad(9, 1e9, 1e6)) == pytest.approx(0.03 + 0.1 + 0.02)
+    assert [TRUE.padded(rows) for rows in (1, 8, 9, 128, 129)] == [8, 8, 32, 128, 256]
+    assert TRUE.rows_seconds(300) == pytest.approx(3 * 0.08)
+    assert StepLoad(1, 2, 3) + StepLoad(4, 5, 6) == StepLoad(5, 7, 9)
+
+
+def test_shapes_may_come_in_any_order() -> None:
+    assert CostModel({32: 2.0, 8: 1.0}, 0, 0).padded(3) == 8
+
+
+def test_a_swap_pays_latency_and_bytes_and_overlaps_layer_by_layer() -> None:
+    assert TRUE.swap_seconds("host", 1e9) == pytest.approx(0.201)
+    assert TRUE.swap_seconds("host", 0) == 0
+    assert TRUE.overlapped(0.03, 0.3) == TRUE.overlapped(0.3, 0.03) == pytest.approx(0.301)
+    with pytest.raises(ConfigError, match="'disk' tier"):
+        TRUE.swap_seconds("disk", 1)
+
+
+def test_the_fit_finds_the_costs_behind_noisy_measurements() -> None:
+    numbers = random.Random(1)
+    swaps = [SwapSample("host", size, TRUE.swap_seconds("host", size)) for size in (1e6, 1e7, 1e8, 1e9)]
+    found = fit(steps(numbers, 0.03), swaps, layers=30)
+    assert found.shapes == pytest.approx(dict(TRUE.shapes), rel=0.1)
+    assert (found.read, found.pair) == pytest.approx((TRUE.read, TRUE.pair), rel=0.1)
+    assert found.links["host"].latency == pytest.approx(0.001)
+    assert found.links["host"].seconds_per_byte == pytest.approx(2e-10)
+    assert found.layers == 30
+
+
+def test_no_cost_is_below_zero_however_the_measurements_lie() -> None:
+    numbers = random.Random(2)
+    free = CostModel(TRUE.shapes, read=1e-10, pair=0.0)
+    for _ in range(5):
+        samples = [StepSample(s.load, s.seconds * (1 - s.load.pairs * 5e-8)) for s in steps(numbers, 0.02, free)]
+        found = fit(samples, [SwapSample("host", 1e6, 0.01), SwapSample("host", 1e9, 0.009)], 1)
+        assert found.pair == 0.0
+        assert found.read == pytest.approx(1e-10, rel=0.2)
+        assert found.links["host"].seconds_per_byte == 0.0
+
+
+def test_small_steps_count_as_much_as_large_ones() -> None:
+    """Absolute errors would let a noisy large step bend the cost of a small one."""
+    samples = [StepSample(StepLoad(1, 0), 0.001), StepSample(StepLoad(1, 1e9), 1.2), StepSample(StepLoad(1, 2e9), 1.8)]
+    assert fit(samples, [], 1).shapes[1] == pytest.approx(0.001, rel=0.05)
+
+
+def test_what_was_never_measured_costs_nothing() -> None:
+    found = fit([StepSample(StepLoad(8), 0.5)], [], 4)
+    assert found.compute_seconds(StepLoad(8, 1e9, 1e6)) == pytest.approx(0.5)
+    assert not found.links
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="seconds"):
+        fit([StepSample(StepLoad(8), seconds)], [], 1)
+    with pytest.raises(ConfigError, match="without a measured step"):
+        fit([], [], 1)
+
+
+def test_costs_that_cannot_be_are_refused() -> None:
+    bad: list[dict[str, Any]] = [
+        {"shapes": {}},
+        {"shapes": {0: 1.0}},
+        {"shapes": {1: -1.0}},
+        {"read": float("nan")},
+        {"links": {"host": Link(-1, 0)}},
+        {"layers": 0},
+    ]
+    for part in bad:
+        with pytest.raises(ValueError, match="cost"):
+            CostModel(**{"shapes": {1: 1.0}, "read": 0.0, "pair": 0.0, **part})
+
+
+def test_json_holds_everything() -> None:
+    assert CostModel.from_json(TRUE.to_json()) == TRUE
