@@ -57,13 +57,17 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         raise ValueError(f"{count} codes of {bits} bits take {packed_size(count, bits)} bytes, got {packed.shape[-1]}")
     if bits == 8:
         return packed.clone()
+    mask = (1 << bits) - 1
     if 8 % bits == 0:
-        codes = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)) & ((1 << bits) - 1)
-        return codes.flatten(-2)[..., :count].contiguous()
-    groups = _split(packed, bits).to(torch.int32)
-    words = (groups << (torch.arange(bits, dtype=torch.int32, device=packed.device) * 8)).sum(-1, dtype=torch.int32)
-    shifts = torch.arange(8, dtype=torch.int32, device=packed.device) * bits
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)[..., :count].contiguous()
+        words, lanes = packed, 8 // bits
+    else:
+        groups, lanes = _split(packed, bits).to(torch.int32), 8
+        words = groups[..., 0]
+        for byte in range(1, bits):
+            words = words | (groups[..., byte] << 8 * byte)
+    # One shift by a number for each lane: shifting a last axis of so few numbers takes four times as long.
+    codes = torch.stack([((words >> lane * bits) & mask).to(torch.uint8) for lane in range(lanes)], -1)
+    return codes.flatten(-2)[..., :count].contiguous()
 
 
 def _split(tensor: Tensor, size: int) -> Tensor:
