@@ -36,29 +36,42 @@ class Prior:
             raise ValueError(f"weight: expected a positive number, got {self.weight!r}")
 
 
+BEYOND_CHANCE: Final = 3.5
+"""Deviations between the short and the long memory that mean a change of the text."""
+
+
+LEAST: Final = Prior(0.05, 1.0)
+"""What is left of a prior that was forgotten."""
+
+
 class HazardEstimate:
     """Belief about one request's hazard; newer rounds count more, so that it follows a text that turns easy or hard.
 
+    A long memory gives a steady estimate but follows a jump slowly. So a short one runs along, and when the two
+    contradict each other beyond chance, the text has changed and the long one starts again from the short one.
+
     Args:
-        prior: belief before the first round; forgetting never goes below it.
+        prior: belief before the first round; it is forgotten like the rounds are.
         memory: drafted tokens after which an observation counts 1/e.
+        recent: the same for the short memory.
     """
 
-    def __init__(self, prior: Prior | None = None, memory: float = 200.0) -> None:
+    def __init__(self, prior: Prior | None = None, memory: float = 500.0, recent: float = 25.0) -> None:
         self.prior = prior or Prior()
-        self.memory = memory
-        self._agreed = 0.0
-        self._differed = 0.0
+        self.memory, self.recent = memory, recent
+        self._differed = self.prior.weight * self.prior.hazard
+        self._agreed = self.prior.weight - self._differed
+        self._agreed_lately = self._differed_lately = 0.0
 
     @property
     def differed(self) -> float:
-        """First parameter of the Beta distribution: disagreements, those of the prior included."""
-        return self._differed + self.prior.weight * self.prior.hazard
+        """First parameter of the Beta distribution: disagreements, what is left of the prior's included."""
+        return self._differed + LEAST.weight * LEAST.hazard
 
     @property
     def agreed(self) -> float:
-        """Second parameter of the Beta distribution: agreements, those of the prior included."""
-        return self._agreed + self.prior.weight * (1 - self.prior.hazard)
+        """Second parameter of the Beta distribution: agreements, what is left of the prior's included."""
+        return self._agreed + LEAST.weight * (1 - LEAST.hazard)
 
     @property
     def mean(self) -> float:
@@ -71,10 +84,7 @@ class HazardEstimate:
         Wilson's interval on the counts: close to the quantiles of the Beta distribution, without needing them, and
         wide when there is little evidence.
         """
-        count, mean, square = self.differed + self.agreed, self.mean, deviations**2
-        middle = mean + square / (2 * count)
-        half = deviations * math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
-        return min(1.0, max(0.0, (middle + half) / (1 + square / count)))
+        return _wilson(self.differed, self.agreed, deviations)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Take in one round: ``drafted`` tokens of which the first ``accepted`` agreed with the full KV.
@@ -84,14 +94,18 @@ class HazardEstimate:
         """
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} of {drafted} drafted tokens accepted")
+        if not drafted:
+            return
         failed = accepted < drafted
         kept = math.exp(-(accepted + failed) / self.memory)
         self._agreed = self._agreed * kept + accepted
         self._differed = self._differed * kept + failed
-
-    def restart(self) -> None:
-        """Forget every round: what was seen belongs to another stretch of text."""
-        self._agreed = self._differed = 0.0
+        kept = math.exp(-(accepted + failed) / self.recent)
+        self._agreed_lately = self._agreed_lately * kept + accepted
+        self._differed_lately = self._differed_lately * kept + failed
+        low, high = (_wilson(self._differed_lately, self._agreed_lately, side * BEYOND_CHANCE) for side in (-1, 1))
+        if not low <= self.mean <= high:
+            self._agreed, self._differed = self._agreed_lately, self._differed_lately
 
     def expected_accepted(self, most: int) -> list[float]:
         """Accepted tokens to expect of windows 0 .. ``most``, uncertainty about the hazard included.
@@ -108,6 +122,14 @@ class HazardEstimate:
         return expected
 
 
+def _wilson(differed: float, agreed: float, deviations: float) -> float:
+    count, square = differed + agreed, deviations**2
+    mean = differed / count
+    middle = mean + square / (2 * count)
+    half = deviations * math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
+    return min(1.0, max(0.0, (middle + half) / (1 + square / count)))
+
+
 def accepted_at(hazard: float, window: int) -> float:
     """Accepted tokens to expect of a window at a known hazard."""
     if hazard <= 0:
@@ -115,7 +137,7 @@ def accepted_at(hazard: float, window: int) -> float:
     return (1 - hazard) * (1 - (1 - hazard) ** window) / hazard
 
 
-WORTH: Final = 24.0
+WORTH: Final = 64.0
 """Drafted tokens that other requests' experience counts as at most: requests differ among themselves."""
 
 
@@ -143,5 +165,5 @@ class PriorBook:
     def observe(self, key: str, drafted: int, accepted: int) -> None:
         """Take in one round of any request of that key; raises ValueError as :meth:`HazardEstimate.observe` does."""
         if key not in self._seen:
-            self._seen[key] = HazardEstimate(self._given.get(key, Prior()), self._memory)
+            self._seen[key] = HazardEstimate(self._given.get(key, Prior()), self._memory, self._memory)
         self._seen[key].observe(drafted, accepted)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vericache_core.errors import ConfigError
+from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.rounds import MOST, RoundPricer, Situation, round_seconds
+
+COSTS = CostModel({8: 0.02, 32: 0.03}, read=1e-9, pair=1e-7, links={"host": Link(0, 1e-8)}, layers=10)
+ALONE = Situation(1, tokens=1000, full_bytes=4e6, draft_bytes=1e6)
+
+
+def test_a_plain_token_reads_the_full_kv_and_a_share_of_the_step() -> None:
+    assert round_seconds(COSTS, ALONE, 0) == pytest.approx(0.02 + 0.004)
+    assert round_seconds(COSTS, dataclasses.replace(ALONE, requests=4), 0) == pytest.approx(0.02 / 4 + 0.004)
+
+
+def test_a_round_of_one_request_alone_is_its_drafts_and_one_larger_step() -> None:
+    expected = 10 * (0.02 + 0.001) + 0.03 + 0.004 + 1000 * 11 * 1e-7
+    assert round_seconds(COSTS, ALONE, 10) == pytest.approx(expected)
+
+
+def test_verifies_of_many_requests_are_spread_over_the_steps() -> None:
+    """With more requests than drafts in a window every step verifies some: 8 requests, windows of 3, 2 verifies a step."""
+    many = dataclasses.replace(ALONE, requests=8)
+    expected = 3 * 0.001 + 0.004 + 1000 * 4 * 1e-7 + 4 * 0.03 / 8
+    assert round_seconds(COSTS, many, 3) == pytest.approx(expected)
+
+
+def test_a_swap_hides_behind_the_whole_round_and_the_link_is_shared() -> None:
+    short = dataclasses.replace(ALONE, swap_bytes=1e6)
+    assert round_seconds(COSTS, short, 10) == round_seconds(COSTS, ALONE, 10)
+    assert round_seconds(COSTS, short, 0) == round_seconds(COSTS, ALONE, 0)
+    long = dataclasses.replace(ALONE, requests=4, swap_bytes=1e9, swapping=2)
+    assert round_seconds(COSTS, long, 10) == pytest.approx(10 * 2 / 4)
+
+
+def test_in_lock_step_a_swap_hides_behind_its_verify_only() -> None:
+    lockstep = dataclasses.replace(ALONE, requests=2, swap_bytes=3e6, swapping=2, lockstep=True)
+    drafting = 10 * (0.02 / 2 + 0.001)
+    verify = 0.004 + 1000 * 11 * 1e-7 + 0.03 / 2
+    assert round_seconds(COSTS, lockstep, 10) == pytest.approx(drafting + COSTS.overlapped(verify, 0.03))
+
+
+def test_prices_list_every_window_and_alike_situations_share_them() -> None:
+    pricer = RoundPricer(COSTS)
+    prices = pricer.prices(ALONE)
+    assert prices == tuple(round_seconds(COSTS, ALONE, window) for window in range(MOST + 1))
+    assert pricer.prices(dataclasses.replace(ALONE, tokens=1001)) is prices
+    for change in ({"tokens": 1100}, {"requests": 2}, {"full_bytes": 5e6}, {"draft_bytes": 2e6}, {"lockstep": True}):
+        assert pricer.prices(dataclasses.replace(ALONE, **change)) != prices
+    with pytest.raises(ConfigError, match="'disk'"):
+        pricer.prices(dataclasses.replace(ALONE, swap_bytes=1.0, tier="disk"))

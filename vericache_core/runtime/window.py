@@ -1,0 +1,125 @@
+"""Window controller: how many tokens a request drafts before the next verify, from what its rounds cost and gave.
+
+It maximises expected committed tokens per second of the request's share, window 0 being plain decoding. Two rules
+keep it from losing where drafting does not pay:
+
+- a ledger, in plain tokens: drafting may cost no more than a small fraction of what was committed so far, and a
+  window is cut down to what a bad but credible hazard could lose of that. Gains raise the limit, so a good
+  compressor reaches long windows within a few rounds;
+- while it decodes plainly it tries again with a short window, at intervals that double with each failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vericache_core.runtime.hazard import HazardEstimate, Prior, accepted_at
+from vericache_core.runtime.rounds import MOST, WINDOWS
+
+PESSIMISM: Final = 3.0
+"""Deviations above its mean at which a hazard is still credible."""
+PROBE: Final = 4
+"""Window of the first try after plain decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPolicy:
+    """How careful a controller is.
+
+    Attributes:
+        most: longest window, at most ``MOST``.
+        tolerance: fraction of the plain speed that may be lost to trying.
+        grant: plain tokens that count as committed from the start, for a request that will generate as many.
+        stay: fraction by which another window must be better to be changed to.
+        interval: plain tokens before drafting is tried again for the first time.
+        longest: the same at most.
+    """
+
+    most: int = MOST
+    tolerance: float = 0.02
+    grant: int = 128
+    stay: float = 0.01
+    interval: int = 8
+    longest: int = 512
+
+
+class WindowController:
+    """One request's windows. Call :meth:`choose` before each round and :meth:`observe` after it.
+
+    Args:
+        prior: belief about its hazard.
+        horizon: tokens that it may generate at most.
+        policy: limits.
+    """
+
+    def __init__(self, prior: Prior, horizon: int, policy: WindowPolicy | None = None) -> None:
+        self.policy = policy or WindowPolicy()
+        self.estimate = HazardEstimate(prior)
+        self.window = 0
+        self.gained = 0.0
+        self.committed = 0
+        self._grant = min(horizon, self.policy.grant)
+        self._plain = 0
+        self._failures = 0
+        self._probing = False
+        self._windows: list[int] = [window for window in WINDOWS if window <= min(self.policy.most, MOST)]
+
+    @property
+    def credit(self) -> float:
+        """Plain tokens that may be lost from here on: the tolerated fraction, plus gains, less losses."""
+        return self.policy.tolerance * max(self._grant, self.committed) + self.gained
+
+    def choose(self, prices: Sequence[float]) -> int:
+        """Return the window of the next round, 0 for one plain token; ``prices`` are seconds by window, 0 .. ``MOST``."""
+        wanted = self._best(prices)
+        window = self._afford(wanted, prices, self.estimate.bound(PESSIMISM))
+        self._probing = False
+        if not window and self._may_probe(prices):
+            window = self._afford(min(PROBE, self._windows[-1]), prices, 1.0)
+            self._probing = window > 0
+        self.window = window
+        return window
+
+    def observe(self, drafted: int, accepted: int, prices: Sequence[float]) -> None:
+        """Take in a round: ``drafted`` tokens, 0 for a plain token, of which ``accepted`` agreed.
+
+        Raises:
+            ValueError: that cannot be.
+        """
+        self.estimate.observe(drafted, accepted)
+        self.committed += accepted + 1
+        if not drafted:
+            self._plain += 1
+            return
+        self.gained += accepted + 1 - prices[drafted] / prices[0]
+        self._plain = 0
+        if not self._probing:
+            self._failures = 0
+        elif accepted < drafted:
+            self._failures += 1
+        else:
+            self._failures, self._plain = 0, self.policy.interval  # try again at once
+
+    def _best(self, prices: Sequence[float]) -> int:
+        expected = self.estimate.expected_accepted(self._windows[-1])
+        best = max(self._windows, key=lambda window: (expected[window] + 1) / prices[window])
+        rate = (expected[best] + 1) / prices[best]
+        if 0 < self.window < len(expected) and (expected[self.window] + 1) / prices[self.window] >= rate * (
+            1 - self.policy.stay
+        ):
+            return self.window
+        return best
+
+    def _afford(self, wanted: int, prices: Sequence[float], hazard: float) -> int:
+        """Cut a window down to what may be lost at ``hazard``."""
+        for window in reversed(self._windows):
+            if window <= wanted and prices[window] / prices[0] - 1 - accepted_at(hazard, window) <= self.credit:
+                return window
+        return 0
+
+    def _may_probe(self, prices: Sequence[float]) -> bool:
+        wait = min(self.policy.interval << min(self._failures, 20), self.policy.longest)
+        pays = any((window + 1) * prices[0] > prices[window] * (1 + self.policy.tolerance) for window in self._windows)
+        return self._plain >= wait and pays
