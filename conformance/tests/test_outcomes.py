@@ -11,6 +11,7 @@ import pytest
 
 from vericache_conform.case import Case, attempt
 from vericache_conform.check import Check
+from vericache_conform.checks.runtime_company import Rounds, same_drafts
 from vericache_conform.execute import Settings, execute
 from vericache_conform.expected import Expectations, Expected, find_file, read_expectations
 from vericache_conform.outcome import Evidence, Failure, Result, Skip
@@ -180,3 +181,15 @@ def test_a_subject_that_lives_in_this_process_only_is_an_undeclared_skip() -> No
     assert not report.results[0].declared
     assert report.passed
     assert report.level("local") == "passed"
+
+
+def test_drafts_are_compared_where_they_start_at_the_same_place() -> None:
+    prompt: tuple[int, ...] = (1, 2)
+    other: tuple[int, ...] = (3,)
+    alone: Rounds = {(prompt, 1): [5, 6, 7], (prompt, 4): [8]}
+    same_drafts("it", prompt, alone, {(prompt, 1): [5, 6], (prompt, 3): [9], (other, 4): [1]})  # fewer rows, another start
+    same_drafts("it", other, alone, {})  # nothing was drafted
+    with pytest.raises(Failure, match="it drafts other tokens in company after 4"):
+        same_drafts("it", prompt, alone, {**alone, (prompt, 4): [9]})
+    with pytest.raises(Failure, match="never from the same place"):
+        same_drafts("it", prompt, alone, {(prompt, 2): [5], (other, 1): [5]})

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -10,14 +12,18 @@ from torch import Tensor
 
 from tests.sdk.making import NormDropper, RoundQuantizer, cache, descriptor, stored_bytes, view
 from vericache_core.attention.online import AttentionState
+from vericache_core.builtin import IdentityOptions
 from vericache_core.chain import ChainCompressor, rectangular
 from vericache_core.coded import CodedLayer
 from vericache_core.context import CompressContext
 from vericache_core.errors import CompressorFault, OptionError, UnknownCompressorError, UsageError
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedKV, LayerDescriptor, PlainLayer
-from vericache_core.plugins.options import Budget
+from vericache_core.plugins.fields import option_fields
+from vericache_core.plugins.options import Budget, options_to_json, parse_options
 from vericache_core.plugins.registry import Registry, default_registry
+from vericache_core.plugins.schema import options_schema
+from vericache_core.plugins.spec import API_VERSION, CompressorSpec
 
 LAYERS = [descriptor(0), descriptor(1, window=8), descriptor(2, kv_heads=1, head_dim=8, value_dim=12, dtype=torch.bfloat16)]
 CONTEXT = CompressContext()
@@ -193,9 +199,65 @@ def test_what_cannot_be_chained_is_refused_by_name(
         Registry(discover=False).create(name, options)
 
 
-def test_a_composition_has_no_descriptor_of_its_own() -> None:
-    with pytest.raises(UnknownCompressorError, match="ask about its parts: random and adversarial"):
-        Registry(discover=False).spec(NAME)
+def test_the_descriptor_of_a_composition_is_derived_from_its_parts() -> None:
+    registry = Registry(discover=False)
+    spec = registry.spec(NAME)
+    assert (spec.name, spec.kind, spec.api_version) == (NAME, "hybrid", 1)
+    first, last = (registry.spec(part) for part in ("random", "adversarial"))
+    fields = option_fields(spec.options)
+    assert set(fields) == {f"{part.name}.{name}" for part in (first, last) for name in option_fields(part.options)}
+    assert fields["random.seed"] == replace(option_fields(first.options)["seed"], name="random.seed")
+    assert set(options_schema(spec.options)["properties"]) == set(fields)
+    with pytest.raises(UsageError, match="cannot come first"):
+        registry.spec("adversarial+random")
+
+
+@pytest.mark.parametrize(
+    ("capability", "first", "last", "together"),
+    [
+        ("sliding_window", "yes", "no", "yes"),
+        ("nonfinite_input", "no", "yes", "no"),
+        ("rollback", "yes", "no", "no"),
+        ("extend", "no", "yes", "yes"),
+        ("partial_rotary", "unknown", "yes", "unknown"),
+        ("residual", "no", "unknown", "no"),
+    ],
+)
+def test_capabilities_of_a_composition(capability: str, first: Any, last: Any, together: str) -> None:
+    parts = [
+        CompressorSpec("norm", NormDropper, Budget, "token-drop", API_VERSION, "", {capability: first}),
+        CompressorSpec(
+            "round", lambda _: RoundQuantizer(), IdentityOptions, "quantization", API_VERSION, "", {capability: last}
+        ),
+    ]
+    registry = Registry(discover=False)
+    for part in parts:
+        registry.register(part)
+    assert registry.spec("norm+round").capability(capability) == together
+
+
+def test_options_of_a_composition_are_checked_and_survive_json() -> None:
+    registry = Registry(discover=False)
+    kind = registry.spec(NAME).options
+    made = parse_options(kind, {"random.keep": "0.4", "adversarial.seed": 2})
+    assert made.parts[0].keep == 0.4
+    assert getattr(made, "adversarial.seed") == made.parts[1].seed == 2
+    again = parse_options(kind, json.loads(json.dumps(options_to_json(made))))
+    assert again == made
+    assert hash(again) == hash(made)
+    assert made != parse_options(kind, {"random.keep": 0.4})
+    with pytest.raises(FrozenInstanceError):
+        made.parts = ()
+    with pytest.raises(OptionError, match=r"random\.keep"):
+        parse_options(kind, {"random.keep": 2})
+    with pytest.raises(OptionError, match="both given"):
+        parse_options(kind, {"random.keep": 0.4, "random.keep_tokens": 3})
+    built = registry.create(NAME, made)
+    assert isinstance(built, ChainCompressor)
+    assert (built.dropper.options.keep, built.quantizer.options.seed) == (0.4, 2)  # type: ignore[attr-defined]
+
+
+def test_standing_of_a_composition() -> None:
     assert Registry(discover=False).conformance(NAME).standing == "unverified"
 
 

@@ -70,7 +70,7 @@ def _check(registry: Registry, names: list[str], *, as_json: bool) -> int:
     for name in names:
         try:
             registry.create(name)
-            spec = registry.spec(parts_of(name)[-1] if is_composed(name) else name)
+            spec = registry.spec(name)
         except VeriCacheError as error:
             if isinstance(error, UsageError) and len(names) == 1:
                 raise  # a name that is not installed is a mistake of the request, reported like any other
@@ -109,12 +109,14 @@ def _new(name: str, kind: str, folder: str | None, *, as_json: bool) -> int:
 
 def _show(registry: Registry, name: str, *, as_json: bool) -> int:
     spec = registry.spec(name)
-    info = next(info for info in registry.list_plugins() if info.name == name)
+    parts = parts_of(name) if is_composed(name) else (name,)
+    infos = [info for part in parts for info in registry.list_plugins() if info.name == part]
+    distribution, version = (" + ".join(getattr(info, key) for info in infos) for key in ("distribution", "version"))
     if as_json:
         facts = {
             "name": spec.name,
-            "distribution": info.distribution,
-            "version": info.version,
+            "distribution": distribution,
+            "version": version,
             "kind": spec.kind,
             "api_version": spec.api_version,
             "summary": spec.summary,
@@ -125,7 +127,7 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> int:
         print_json("vericache.plugins.show/1", facts)
         return 0
     print(f"{spec.name}: {spec.summary}")
-    print(f"  {spec.kind}, {info.distribution} {info.version}, API version {spec.api_version}")
+    print(f"  {spec.kind}, {distribution} {version}, API version {spec.api_version}")
     print(f"  {registry.origin(name)}")
     _print_options(spec)
     print("\ncapabilities:")

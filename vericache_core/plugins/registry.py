@@ -23,7 +23,7 @@ from vericache_core.errors import (
     VeriCacheError,
 )
 from vericache_core.plugins import complaints, discovery
-from vericache_core.plugins.composed import is_composed, parts_of, split_options
+from vericache_core.plugins.composed import ComposedOptions, composed_spec, is_composed, parts_of, split_options
 from vericache_core.plugins.discovery import Candidate, canonical
 from vericache_core.plugins.info import PluginInfo
 from vericache_core.plugins.options import parse_options
@@ -140,8 +140,10 @@ class Registry:
         """Return the descriptor of a compressor, loading its plugin on first use.
 
         Raises UnknownCompressorError, PluginConflictError, PluginLoadError or ApiVersionError.
-        A failed load is tried again the next time.
+        A failed load is tried again the next time. The descriptor of a composed name is derived from its parts.
         """
+        if is_composed(name):
+            return composed_spec(name, [self.spec(part) for part in parts_of(name)], lambda options: self.create(name, options))
         with self._lock:
             if name in self._registered:
                 return self._registered[name]
@@ -179,6 +181,8 @@ class Registry:
 
     def origin(self, name: str) -> str:
         """Return where a compressor is written, as ``file:line``, or its factory's name when that is unknown."""
+        if is_composed(name):
+            return " + ".join(map(self.origin, parts_of(name)))
         factory: Any = self.spec(name).factory
         try:
             return f"{inspect.getsourcefile(factory)}:{inspect.getsourcelines(factory)[1]}"
@@ -186,12 +190,23 @@ class Registry:
             return str(getattr(factory, "__qualname__", factory))
 
     def conformance_options(self, name: str) -> list[dict[str, Any]]:
-        """Return the further option sets that the plugin asks the conformance suite to test."""
+        """Return the further option sets that the plugin asks the conformance suite to test.
+
+        Those of a composed name are those of each part, by address, while the other keeps its defaults.
+        """
+        if is_composed(name):
+            return [
+                {f"{part.replace('-', '_')}.{key}": value for key, value in options.items()}
+                for part in parts_of(name)
+                for options in self.conformance_options(part)
+            ]
         results = self._optional_hook(name, "vericache_conformance_options")
         return [dict(options) for result in results for options in result]
 
     def expected_failures(self, name: str) -> dict[str, str]:
-        """Return the conformance checks that the plugin says it fails, each with a reason."""
+        """Return the conformance checks that the plugin says it fails, each with a reason; none for a composed name."""
+        if is_composed(name):
+            return {}
         merged: dict[str, str] = {}
         for result in self._optional_hook(name, "vericache_expected_failures"):
             merged.update(result)
@@ -269,10 +284,6 @@ class Registry:
         if len(claims) != 1:  # packages may have come or gone since the metadata was read
             self.refresh()
             claims = self._claims(name)
-        if is_composed(name):
-            raise UnknownCompressorError(
-                f"{name!r} is a composition", hint=f"ask about its parts: {' and '.join(parts_of(name))}"
-            )
         if not claims or not is_valid_name(name):
             raise self._unknown(name)
         if len(claims) > 1:
@@ -293,17 +304,12 @@ class Registry:
         self._loaded[candidate.name] = loaded
         return loaded
 
-    def _create_chain(self, name: str, options: Mapping[str, Any]) -> Compressor:
+    def _create_chain(self, name: str, options: Any) -> Compressor:
         from vericache_core.chain import ChainCompressor  # it needs torch, which listing does not
 
+        self.spec(name)  # refuses parts in the wrong place before one of them is built
         first, last = parts_of(name)
-        for part, kind, place in ((first, "token-drop", "first"), (last, "quantization", "last")):
-            if self.spec(part).kind != kind:
-                raise UsageError(
-                    f"{part!r} cannot come {place} in {name!r}",
-                    cause=f"its kind is {self.spec(part).kind}, a {kind} compressor comes {place}",
-                )
-        own = split_options((first, last), options)
+        own = options.parts if isinstance(options, ComposedOptions) else split_options((first, last), options)
         return ChainCompressor(self.create(first, own[0]), self.create(last, own[1]))
 
     def _optional_hook(self, name: str, hook: str) -> list[Any]:

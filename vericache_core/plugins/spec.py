@@ -69,7 +69,7 @@ class CompressorSpec:
     capabilities: Mapping[str, Support] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not is_valid_name(self.name):
+        if not self._well_named():
             raise PluginLoadError(
                 f"{self.name!r} is not a compressor name",
                 hint="use lower-case words joined by single hyphens, such as 'snapkv' or 'my-method'",
@@ -91,6 +91,9 @@ class CompressorSpec:
             raise self._bad(f"options cannot be used: {error}") from error
         # A read-only copy: a plugin that keeps the dict cannot change its mind later.
         object.__setattr__(self, "capabilities", MappingProxyType(self._checked_capabilities()))
+
+    def _well_named(self) -> bool:
+        return is_valid_name(self.name)
 
     def _checked_capabilities(self) -> dict[str, Support]:
         for name, value in self.capabilities.items():

@@ -40,12 +40,14 @@ class Seen:
         draft_logits: per drafted token the logits it was chosen from.
         draft_tokens: the drafted tokens.
         draft_positions: logical position of the row behind each.
+        rounds: what was drafted, by prompt and by how many tokens were generated before.
     """
 
     compressed: list[CompressedKV] = field(default_factory=list)
     draft_logits: list[Tensor] = field(default_factory=list)
     draft_tokens: list[int] = field(default_factory=list)
     draft_positions: list[int] = field(default_factory=list)
+    rounds: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
 
 class Bench:
@@ -174,6 +176,8 @@ def spied(seen: Seen | None = None, script: Script | None = None) -> Iterator[No
             seen.draft_positions.append(position)
             seen.draft_logits.append(logits.detach().float().clone())
             seen.draft_tokens.append(request.drafts[-1])
+            prompt = tuple(request.tokens[: request.prompt_tokens])
+            seen.rounds.setdefault((prompt, len(request.generated)), []).append(request.drafts[-1])
 
     Request.take_draft = take_draft  # type: ignore[assignment,method-assign]
     try:

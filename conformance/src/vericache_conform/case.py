@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from hypothesis.strategies import SearchStrategy
 from vericache_conform.outcome import Example, Failure, Skip
 from vericache_conform.subject import Subject
 from vericache_conform.world import World, layout
+from vericache_core.chain import ChainCompressor
 from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext
 from vericache_core.errors import VeriCacheError
 from vericache_core.kv import CompressedKV, LayerDescriptor
-from vericache_core.plugins.fields import option_fields
 
 T = TypeVar("T")
 PREFERRED_DIMS = (32, 64, 128, 16, 96, 80, 256)
@@ -35,6 +36,13 @@ def attempt(what: str, action: Callable[[], T]) -> T:
         raise
     except (Exception, SystemExit) as error:
         raise Failure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def named_values(options: Any) -> dict[str, Any]:
+    """Fields of an options dataclass and their values; nothing for a compressor without options."""
+    if not dataclasses.is_dataclass(options):
+        return {}
+    return {field_.name: getattr(options, field_.name) for field_ in dataclasses.fields(options)}
 
 
 @dataclass
@@ -113,6 +121,11 @@ class Case:
         """Option sets under test: the defaults and those the plugin names."""
         return self._memo("option_sets", self.subject.option_sets)
 
+    @staticmethod
+    def promises(compressor: Compressor) -> Any:
+        """The options that say which tokens are kept; in a composition those of the part that drops tokens."""
+        return getattr(compressor.dropper if isinstance(compressor, ChainCompressor) else compressor, "options", None)
+
     def refusal(self, compressor: Compressor, layers: Sequence[LayerDescriptor]) -> str | None:
         """Why the compressor refuses these layers by name, or None when it takes them."""
         check = getattr(compressor, "check_layers", None)
@@ -141,13 +154,18 @@ class Case:
     @property
     def landmarks(self) -> list[int]:
         """Numbers of tokens that options name (windows, residuals, groups): where boundaries are."""
+        return self._memo("landmarks", self._landmarks)
+
+    def _landmarks(self) -> list[int]:
         found = set()
         for options in self.option_sets:
-            built = getattr(self.create(options), "options", None)
-            for field_ in option_fields(self.subject.spec.options).values():
-                value = getattr(built, field_.name, None)
-                if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 512:
-                    found.add(value)
+            compressor = self.create(options)
+            for part in (
+                (compressor.dropper, compressor.quantizer) if isinstance(compressor, ChainCompressor) else (compressor,)
+            ):
+                for value in named_values(getattr(part, "options", None)).values():
+                    if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 512:
+                        found.add(value)
         return sorted(found)
 
     @property

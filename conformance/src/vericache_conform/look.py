@@ -23,9 +23,8 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
 
     listed = [info.name for info in Registry.from_env().list_plugins()]
     by_listing: list[str] = sorted(name for name in ("torch", "transformers", "pluggy") if name in sys.modules)
-    root = _plugin_root(order["ref"])
-    if root and root in sys.modules:
-        by_listing.append(root)
+    names = order["ref"].split("+")
+    by_listing += [root for root in map(_plugin_root, names) if root and root in sys.modules]
 
     import torch
     import transformers.masking_utils  # so that patches to it show
@@ -35,7 +34,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(order["threads"])
     watch = _Watch(Path(tempfile.gettempdir()))
-    facts: dict[str, Any] = {"listed": order["ref"] in listed, "imported_by_listing": by_listing}
+    facts: dict[str, Any] = {"listed": set(names) <= set(listed), "imported_by_listing": by_listing}
     before = snapshot()
     with watch.on(), _captured() as output:
         started = time.perf_counter()

@@ -124,6 +124,8 @@ def expectations_of(subject: Subject | None) -> Expectations:
     """What is expected and declared for a compressor: its conformance.toml, and its plugin's hook."""
     if subject is None:
         return Expectations()
+    if len(subject.parts) > 1:
+        return Expectations(declared=_bound_of_part(subject))
     path = expectations_file(subject)
     read = Expectations()
     if path is not None:
@@ -137,6 +139,15 @@ def expectations_of(subject: Subject | None) -> Expectations:
         hooks = {}
     named = {one: Expected(one, "planned", reason) for one, reason in hooks.items()}
     return Expectations(read.path, {**named, **read.expected}, read.declared)
+
+
+def _bound_of_part(subject: Subject) -> dict[str, Any]:
+    """The error bound that the quantizer of a composition declares: it holds for the survivors it encodes too."""
+    try:
+        declared = expectations_of(resolve(subject.parts[-1])).declared
+    except VeriCacheError:
+        return {}
+    return {key: value for key, value in declared.items() if key == "max_relative_error"}
 
 
 def _begin(plan: Plan, subjects: Iterable[tuple[Subject | None, str]]) -> Report:
@@ -160,5 +171,5 @@ def _describe(ref: str, subject: Subject | None) -> dict[str, Any]:
         "version": version_of(subject),
         "options": dict(subject.options),
         "option_sets": subject.option_sets(),
-        "digest": digest_of(spec.factory.__module__),
+        "digest": "+".join(str(digest_of(subject.registry.spec(part).factory.__module__)) for part in subject.parts),
     }

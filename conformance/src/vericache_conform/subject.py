@@ -1,7 +1,7 @@
 """The compressor under test, by a reference that another process can follow too.
 
-A reference is the name of an installed compressor (``snapkv``), an object in a module (``package.module:SPEC``) or
-one of the suite's own broken compressors (``mutant:drops-window``).
+A reference is the name of an installed compressor (``snapkv``) or composition (``snapkv+kivi``), an object in a module
+(``package.module:SPEC``), or one of the suite's own broken compressors (``mutant:drops-window``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from vericache_conform.expected import find_file
 from vericache_core.compressor import Compressor
 from vericache_core.errors import PluginLoadError, UsageError, VeriCacheError
+from vericache_core.plugins.composed import is_composed, parts_of
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.spec import CompressorSpec
 
@@ -55,6 +56,19 @@ class Subject:
     def mutant(self) -> bool:
         return (self.ref or "").startswith(MUTANT)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The compressors that the name stands for: itself, or both of a composition."""
+        return parts_of(self.name) if is_composed(self.name) else (self.name,)
+
+    @property
+    def distributions(self) -> list[str]:
+        """Installed distributions that it comes from."""
+        if not is_composed(self.name):
+            return [] if self.distribution is None else [self.distribution]
+        infos = self.registry.list_plugins()
+        return [info.distribution for part in self.parts for info in infos if info.name == part]
+
     def create(self, options: Mapping[str, Any] | None = None) -> Compressor:
         """A compressor with these options over the fixed ones."""
         return self.registry.create(self.name, {**self.options, **(options or {})})
@@ -64,11 +78,16 @@ class Subject:
         sets: list[dict[str, Any]] = [{}]
         for extra in self.registry.conformance_options(self.name):
             given = {key: value for key, value in extra.items() if key not in self.options}
-            if {"keep", "keep_tokens"} & set(self.options):
-                given = {key: value for key, value in given.items() if key not in ("keep", "keep_tokens")}
+            if any(map(is_budget, self.options)):
+                given = {key: value for key, value in given.items() if not is_budget(key)}
             if given not in sets:
                 sets.append(given)
         return sets
+
+
+def is_budget(option: str) -> bool:
+    """Whether an option, or that option of a part (``snapkv.keep``), says how many tokens are kept."""
+    return option.rpartition(".")[2] in ("keep", "keep_tokens")
 
 
 def resolve(ref: str, options: Mapping[str, Any] | None = None) -> Subject:
@@ -147,7 +166,8 @@ def expectations_file(subject: Subject) -> Path | None:
     """The ``conformance.toml`` that applies: the one given, or the plugin's own."""
     if subject.expected_file is not None:
         return subject.expected_file
-    return None if subject.mutant else find_file(source_file(subject))
+    # A composition is nobody's package: what its parts expect of themselves says nothing about it.
+    return None if subject.mutant or len(subject.parts) > 1 else find_file(source_file(subject))
 
 
 def version_of(subject: Subject) -> str:

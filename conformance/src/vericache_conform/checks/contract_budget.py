@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vericache_conform.case import Case
+from vericache_conform.case import Case, named_values
 from vericache_conform.check import check
 from vericache_conform.outcome import Evidence, Failure
 from vericache_conform.stored import dense_rows, stored_layers
@@ -37,11 +37,11 @@ def protected_positions(case: Case) -> Evidence:
         world = World(layers, tokens, case.seed, example["flavour"])
         spans = [(a, b) for a, b in example["spans"] if b <= tokens]
         compressed = case.compress(compressor, world, tokens, spans)
-        built: Any = getattr(compressor, "options", None)
+        built = case.promises(compressor)
         must = torch.zeros(tokens, dtype=torch.bool)
         for start, stop in spans:
             must[start:stop] = True
-        names = option_fields(case.subject.spec.options)
+        names = named_values(built)
         budget = built.kept_tokens(tokens) if hasattr(built, "kept_tokens") else tokens
         if "window" in names:
             must[max(0, tokens - min(built.window, budget)) :] = True

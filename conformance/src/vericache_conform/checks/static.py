@@ -81,9 +81,14 @@ def api_version(case: Case) -> Evidence:
     if spec.api_version not in SUPPORTED_API_VERSIONS:
         spoken = " and ".join(map(str, SUPPORTED_API_VERSIONS))
         raise Failure(f"the descriptor declares API version {spec.api_version}, this core speaks {spoken}")
-    name = case.subject.distribution
-    if name is None or canonicalize_name(name) == CORE_DISTRIBUTION:
-        return Evidence(1, {"distribution": name})
+    names = case.subject.distributions
+    requirements = {name: _bounded(name) for name in names if canonicalize_name(name) != CORE_DISTRIBUTION}
+    facts = {"distribution": " + ".join(names) or None, "requires": " + ".join(requirements.values())}
+    return Evidence(1 + len(requirements), facts)
+
+
+def _bounded(name: str) -> str:
+    """The requirement of a distribution on the core, which must have both bounds."""
     for text in importlib.metadata.distribution(name).requires or []:
         try:
             requirement = Requirement(text)
@@ -93,7 +98,7 @@ def api_version(case: Case) -> Evidence:
             continue
         signs = {part.operator for part in requirement.specifier}
         if signs & {"==", "~=", "==="} or (signs & {">=", ">"} and signs & {"<", "<="}):
-            return Evidence(2, {"distribution": name, "requires": text})
+            return text
         raise Failure(f"{name} requires {text!r}: it needs a lower and an upper bound")
     raise Failure(f"{name} does not require {CORE_DISTRIBUTION}")
 
