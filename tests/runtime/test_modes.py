@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vericache_core.errors import ConfigError
+from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.modes import Demand, Mix, best_mix
+
+# 50 GB of weights at 1.7 TB/s, a link of 50 GB/s: the paper's worked example.
+GPU = CostModel({1: 0.029, 64: 0.03, 512: 0.04}, 1 / 1.7e12, 1e-12, {"host": Link(0, 1 / 50e9)}, 40)
+LONG = Demand(25_000, 4e9, 1e9, 3e9, 4e9, hazard=0.02, new_tokens=1000)
+
+
+def held(mix: Mix, demand: Demand = LONG) -> float:
+    """Device bytes of a mix."""
+    full = (mix.plain + mix.pinned) * demand.full_bytes
+    return full + (mix.pinned + mix.offloaded) * demand.draft_bytes + (demand.transient_bytes if mix.offloaded else 0)
+
+
+@pytest.mark.parametrize("budget", [5e9, 8e9, 20e9, 44e9, 100e9, 1e12])
+@pytest.mark.parametrize("requests", [1, 3, 10, 100])
+def test_the_budget_is_kept_and_plain_is_never_faster(budget: float, requests: int) -> None:
+    mix = best_mix(GPU, LONG, requests, budget)
+    assert held(mix) <= budget
+    assert mix.plain + mix.pinned + mix.offloaded <= requests
+    plain = best_mix(GPU, dataclasses.replace(LONG, hazard=1.0), requests, budget)
+    assert mix.tokens_per_s >= plain.tokens_per_s
+
+
+def test_scarce_memory_offloads_ample_memory_pins_and_between_some_of_each() -> None:
+    scarce, between, ample = (best_mix(GPU, LONG, 30, budget) for budget in (20e9, 80e9, 200e9))
+    assert scarce.offloaded > 10
+    assert scarce.pinned == 0
+    assert between.pinned
+    assert between.offloaded
+    assert ample.pinned == 30
+
+
+def test_a_faster_link_pins_fewer() -> None:
+    fast = dataclasses.replace(GPU, links={"host": Link(0, 1 / 400e9)})
+    assert best_mix(fast, LONG, 30, 80e9).pinned < best_mix(GPU, LONG, 30, 80e9).pinned
+
+
+def test_drafts_that_are_never_accepted_mean_plain() -> None:
+    mix = best_mix(GPU, dataclasses.replace(LONG, hazard=1.0), 10, 50e9)
+    assert (mix.plain, mix.window) == (10, 0)
+    assert mix.mode(0) == "plain"
+
+
+def test_compressing_must_pay_within_the_answer() -> None:
+    short = dataclasses.replace(LONG, new_tokens=2, setup_seconds=1.0)
+    assert best_mix(GPU, short, 10, 50e9).plain
+    assert not best_mix(GPU, dataclasses.replace(short, new_tokens=5000), 10, 50e9).plain
+
+
+def test_a_gain_within_the_error_of_the_costs_is_no_reason_to_draft() -> None:
+    lone = dataclasses.replace(LONG, hazard=0.9)
+    mix = best_mix(GPU, lone, 1, 10e9)
+    assert mix.plain == 1
+
+
+def test_a_request_that_does_not_fit_is_refused_and_one_that_fits_offloaded_runs() -> None:
+    assert best_mix(GPU, dataclasses.replace(LONG, transient_bytes=0.4e9), 5, 1.5e9).offloaded == 1
+    with pytest.raises(ConfigError, match="too small for one request") as caught:
+        best_mix(GPU, LONG, 5, 3.9e9)
+    assert "25000 tokens" in str(caught.value.cause)
+
+
+def test_in_lock_step_all_verify_at_once() -> None:
+    assert best_mix(GPU, LONG, 100, 20e9, lockstep=True).offloaded <= 4
+    assert best_mix(GPU, LONG, 100, 20e9).offloaded == 16
+
+
+def test_requests_are_pinned_until_the_mix_has_enough() -> None:
+    mix = Mix(0, 2, 5, 20, 100.0)
+    assert [mix.mode(now) for now in (0, 1, 2, 7)] == ["pinned", "pinned", "offloaded", "offloaded"]
