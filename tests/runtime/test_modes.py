@@ -38,9 +38,11 @@ def test_scarce_memory_offloads_ample_memory_pins_and_between_some_of_each() -> 
     assert ample.pinned == 30
 
 
-def test_a_faster_link_pins_fewer() -> None:
-    fast = dataclasses.replace(GPU, links={"host": Link(0, 1 / 400e9)})
-    assert best_mix(fast, LONG, 30, 80e9).pinned < best_mix(GPU, LONG, 30, 80e9).pinned
+def test_a_faster_link_gives_more_with_shorter_windows() -> None:
+    fast = best_mix(dataclasses.replace(GPU, links={"host": Link(0, 1 / 400e9)}), LONG, 16, 20e9)
+    slow = best_mix(GPU, LONG, 16, 20e9)
+    assert fast.tokens_per_s > slow.tokens_per_s
+    assert fast.window < slow.window
 
 
 def test_drafts_that_are_never_accepted_mean_plain() -> None:
