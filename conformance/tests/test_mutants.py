@@ -57,6 +57,11 @@ def test_a_mutant_is_judged_by_the_checks_that_ran() -> None:
     assert toothless([apart, Row(mutant, ["C-02"], {"C-02": "x"})]) == ["S-01"]
 
 
+def test_patches_of_a_library_that_only_the_plugin_imports_show() -> None:
+    (row,) = run_matrix(["patches-on-import"], only_meant=True)
+    assert "changes: attention functions of transformers" in row.caught["S-05"]
+
+
 @pytest.mark.slow
 def test_the_whole_matrix() -> None:
     rows = run_matrix(jobs=os.cpu_count() or 1)

@@ -18,7 +18,11 @@ FILES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlin
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts for the checks S-01 to S-07; see there what each is for."""
+    """Facts for the checks S-01 to S-07; see there what each is for.
+
+    Importing transformers takes most of the time, and what a plugin does not import it cannot change: it is imported
+    beforehand only if ``with_transformers`` asks for it. Otherwise ``imports_transformers`` says when that is needed.
+    """
     from vericache_core.plugins.registry import Registry
 
     listed = [info.name for info in Registry.from_env().list_plugins()]
@@ -27,8 +31,10 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
     by_listing += [root for root in map(_plugin_root, names) if root and root in sys.modules]
 
     import torch
-    import transformers.masking_utils  # so that patches to it show
-    import transformers.modeling_utils  # noqa: F401
+
+    if order["with_transformers"]:
+        import transformers.masking_utils  # so that patches to it show
+        import transformers.modeling_utils  # noqa: F401
 
     import vericache_core.compressor  # noqa: F401
 
@@ -46,6 +52,8 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
             spec = subject.spec
         except (Exception, SystemExit) as error:  # noqa: BLE001  # becomes a failed S-01
             return {**facts, "load_error": f"{type(error).__name__}: {error}"}
+        if not order["with_transformers"] and "transformers" in sys.modules:
+            return {"imports_transformers": True}
         facts["import_seconds"] = time.perf_counter() - suite
         facts["suite_seconds"] = suite - started
         after = snapshot()
@@ -160,8 +168,6 @@ def snapshot() -> dict[str, Any]:
 
     import numpy as np
     import torch
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
     functions = {
         f"torch.nn.functional.{name}": torch.nn.functional
@@ -170,31 +176,47 @@ def snapshot() -> dict[str, Any]:
     functions |= {f"torch.{name}": torch for name in ("argmax", "topk", "matmul", "softmax", "load")}
     taken: dict[str, Any] = {name: id(getattr(home, name.rpartition(".")[2])) for name, home in functions.items()}
     hooks = torch.nn.modules.module
-    return taken | {
+    return (
+        taken
+        | _transformers()
+        | {
+            "global forward hooks of torch": [
+                len(vars(hooks).get(f"_global_{k}", ())) for k in ("forward_hooks", "forward_pre_hooks")
+            ],
+            "torch thread count": (torch.get_num_threads(), torch.get_num_interop_threads()),
+            "torch default dtype": str(torch.get_default_dtype()),
+            "torch default device": str(torch.get_default_device()),
+            "torch gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            "torch determinism flags": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark),
+            "torch float32 precision": torch.get_float32_matmul_precision(),
+            "torch print options": repr(vars(torch._tensor_str.PRINT_OPTS)),  # noqa: SLF001  # there is no public reader
+            "torch random generator": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+            "numpy random generator": hashlib.sha256(repr(np.random.get_state()).encode()).hexdigest(),  # noqa: NPY002
+            "Python random generator": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+            "numpy error handling": repr(np.geterr()),
+            "logging handlers": (len(logging.root.handlers), logging.root.level, logging.root.disabled),
+            "warnings filters": [repr(entry) for entry in warnings.filters if entry[2] is not DeprecationWarning],
+            "environment variables": sorted(os.environ.items()),
+            "signal handlers": [repr(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
+            "standard streams": (id(sys.stdout), id(sys.stderr), id(sys.excepthook)),
+            "working directory": str(Path.cwd()),
+            "recursion limit": sys.getrecursionlimit(),
+            "import hooks": [repr(finder) for finder in (*sys.meta_path, *sys.path_hooks)],
+        }
+    )
+
+
+def _transformers() -> dict[str, Any]:
+    """What of transformers could be patched; nothing as long as nobody has imported it."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return {}
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+    return {
         "attention functions of transformers": [(k, id(ALL_ATTENTION_FUNCTIONS[k])) for k in sorted(ALL_ATTENTION_FUNCTIONS)],
         "mask functions of transformers": [
             (k, id(ALL_MASK_ATTENTION_FUNCTIONS[k])) for k in sorted(ALL_MASK_ATTENTION_FUNCTIONS)
         ],
         "PreTrainedModel": sorted((k, id(v)) for k, v in vars(PreTrainedModel).items()),
-        "global forward hooks of torch": [
-            len(vars(hooks).get(f"_global_{k}", ())) for k in ("forward_hooks", "forward_pre_hooks")
-        ],
-        "torch thread count": (torch.get_num_threads(), torch.get_num_interop_threads()),
-        "torch default dtype": str(torch.get_default_dtype()),
-        "torch default device": str(torch.get_default_device()),
-        "torch gradient mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "torch determinism flags": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark),
-        "torch float32 precision": torch.get_float32_matmul_precision(),
-        "torch print options": repr(vars(torch._tensor_str.PRINT_OPTS)),  # noqa: SLF001  # there is no public reader
-        "torch random generator": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
-        "numpy random generator": hashlib.sha256(repr(np.random.get_state()).encode()).hexdigest(),  # noqa: NPY002
-        "Python random generator": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
-        "numpy error handling": repr(np.geterr()),
-        "logging handlers": (len(logging.root.handlers), logging.root.level, logging.root.disabled),
-        "warnings filters": [repr(entry) for entry in warnings.filters if entry[2] is not DeprecationWarning],
-        "environment variables": sorted(os.environ.items()),
-        "signal handlers": [repr(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
-        "standard streams": (id(sys.stdout), id(sys.stderr), id(sys.excepthook)),
-        "working directory": str(Path.cwd()),
-        "recursion limit": sys.getrecursionlimit(),
     }

@@ -32,7 +32,10 @@ def _looked(case: Case) -> dict[str, Any]:
     """What a fresh process saw; shared by the checks of one run."""
     key = "look"
     if key not in case.subject.memo:
-        case.subject.memo[key] = in_fresh_process(case.subject, "look", {})
+        found = in_fresh_process(case.subject, "look", {"with_transformers": False})
+        if found.get("imports_transformers"):  # then it may have changed it, which only shows if it was there before
+            found = in_fresh_process(case.subject, "look", {"with_transformers": True})
+        case.subject.memo[key] = found
     facts: dict[str, Any] = case.subject.memo[key]
     if "load_error" in facts:
         raise Failure(f"the plugin does not load: {facts['load_error']}")
@@ -106,7 +109,7 @@ def _bounded(name: str) -> str:
 @check(
     "S-03",
     tier="static",
-    cost=5.0,
+    cost=3.5,
     timeout=180.0,
     rationale="`vericache plugins list` runs often and with many plugins installed; a slow import delays every command.",
     origin="llm #732: a plugin that imports torch makes `--help` take seconds.",
