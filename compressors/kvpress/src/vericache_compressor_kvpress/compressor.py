@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vericache_compressor_kvpress.library import build_press, shortest
+from vericache_compressor_kvpress.library import build_press, set_budget, shortest
 from vericache_compressor_kvpress.options import KvpressOptions
+from vericache_compressor_kvpress.repeats import read_twice, reconstructed
 from vericache_compressor_kvpress.replay import LayerCall, replay
 from vericache_compressor_kvpress.survivors import masked_survivors, matched_survivors
 from vericache_compressor_kvpress.table import PREFIX, PRESSES
 from vericache_core import CompressContext, CompressedKV, HeadMap, LayerDescriptor, Needs, PrefixView, TokenDropCompressor
-from vericache_core.errors import CompressorFault
+from vericache_core.errors import CompressorFault, OptionError
 from vericache_core.kv import CompressedLayer, PlainLayer
 
 
@@ -31,7 +32,11 @@ class KvpressCompressor(TokenDropCompressor):
 
     A prompt shorter than the press accepts (its window or its sinks) survives whole, without a pass; so does none.
 
+    Layers stay uncompressed that have a sliding window or whose keys are not rotated over their whole width: presses
+    rotate queries again and know no other way. A press that runs the model again compresses every layer or none.
+
     Raises:
+        OptionError: ``compression_ratios`` by layer that are not as many as the model has layers.
         MissingDependencyError: kvpress is not installed.
         CompressorFault: the press fails on this model or prompt (kvpress's own message is the cause).
     """
@@ -46,6 +51,14 @@ class KvpressCompressor(TokenDropCompressor):
     @property
     def name(self) -> str:  # type: ignore[override]  # one class serves many names
         return PREFIX + self.press
+
+    def supports(self, layer: LayerDescriptor) -> bool:
+        return super().supports(layer) and layer.rotary_dim == layer.head_dim
+
+    def check_layers(self, layers: Sequence[LayerDescriptor]) -> None:
+        ratios = getattr(build_press(self.press, self.options), "compression_ratios", None)
+        if self.entry.budget == "layers" and ratios and len(ratios) != len(layers):
+            raise OptionError(f"{self.name}: {len(ratios)} compression_ratios for {len(layers)} layers")
 
     @property
     def needs(self) -> Needs:
@@ -73,20 +86,10 @@ class KvpressCompressor(TokenDropCompressor):
         return super().allocate(layers, scores, tokens, context)
 
     def compress(self, prefix: PrefixView, context: CompressContext) -> CompressedKV:
-        if self.entry.scorer or prefix.tokens < self.shortest:
+        if self.entry.route == "rank" or prefix.tokens < self.shortest:
             return super().compress(prefix, context)
-        kept: dict[int, list[Tensor]] = {}
         with self._pressing(prefix, context) as press:
-
-            def see(index: int, call: LayerCall) -> None:
-                before = call.keys.clone()
-                shadow = call.kwargs["past_key_values"].layers[index]
-                call.module.masked_key_indices = None
-                press.forward_hook(call.module, [], call.kwargs, call.output)
-                masked = masked_survivors(call.module, before.shape[1], before.shape[2])
-                kept[index] = matched_survivors(before, shadow.keys) if masked is None else masked
-
-            self._replay(prefix, context, see)
+            kept = self._dropped(press, prefix, context) if self.entry.route == "drop" else self._reread(press, prefix, context)
         layers: list[CompressedLayer | None] = [None] * len(prefix.layers)
         for layer in prefix.layers:
             if layer.index in kept:
@@ -95,18 +98,55 @@ class KvpressCompressor(TokenDropCompressor):
                 layers[layer.index] = PlainLayer.gather(*prefix.rows(layer.index), HeadMap(heads, prefix.tokens))
         return self._wrap(prefix.tokens, prefix.layers, layers)
 
+    def _dropped(self, press: Any, prefix: PrefixView, context: CompressContext) -> dict[int, list[Tensor]]:
+        """What a press leaves of clones, layer by layer."""
+        kept: dict[int, list[Tensor]] = {}
+
+        def see(index: int, call: LayerCall) -> None:
+            before = call.keys.clone()
+            shadow = call.kwargs["past_key_values"].layers[index]
+            call.module.masked_key_indices = None
+            try:
+                if self.entry.budget == "threshold" and "threshold" not in self.options.parsed_arguments():
+                    press.threshold = self._threshold(press, call)
+                press.forward_hook(call.module, [], call.kwargs, call.output)
+            finally:
+                masked = masked_survivors(call.module, before.shape[1], before.shape[2])
+            kept[index] = matched_survivors(before, shadow.keys) if masked is None else masked
+
+        self._replay(prefix, context, see)
+        return kept
+
+    def _reread(self, press: Any, prefix: PrefixView, context: CompressContext) -> dict[int, list[Tensor]]:
+        """What a press keeps that runs the model again; nothing is compressed unless every layer can be."""
+        if not all(self.supports(layer) for layer in prefix.layers):
+            return {}
+        kept = self.options.kept_tokens(prefix.tokens)
+        if self.entry.route == "replay":
+            return read_twice(press, context.model(), prefix.token_ids, kept)
+        start = next((stop for first, stop in context.protected if first == 0), 0)
+        return reconstructed(press, context.model(), prefix.token_ids, start, context.encode, kept)
+
+    def _threshold(self, press: Any, call: LayerCall) -> float:
+        """The score below which the press drops as much of this layer as ``keep`` asks for, its window permitting."""
+        scores = press.press.score(
+            call.module, call.hidden_states, call.keys.clone(), call.values.clone(), call.attentions, call.kwargs
+        )
+        tokens = scores.shape[-1]
+        free = scores[0, :, : max(0, tokens - press.sliding_window_size)].float().flatten().sort().values
+        gone = scores.shape[1] * (tokens - self.options.kept_tokens(tokens))
+        return float(free[gone]) if gone < len(free) else float("inf")
+
     def _replay(self, prefix: PrefixView, context: CompressContext, see: Any) -> None:
         layers = [layer.index for layer in prefix.layers if self.supports(layer)]
-        replay(context.model(), prefix.token_ids, layers, see, eager=self.entry.eager)
+        if layers:
+            replay(context.model(), prefix.token_ids, layers, see, eager=self.entry.eager)
 
     @contextmanager
     def _pressing(self, prefix: PrefixView, context: CompressContext) -> Iterator[Any]:
         """The press for this prompt; its failures get its name, its random numbers a seed."""
         press = build_press(self.press, self.options)
-        if self.entry.ratio:
-            # Half a token beyond the count: kvpress rounds down, and must not round below it.
-            kept = self.options.kept_tokens(prefix.tokens)
-            _set_ratio(press, 1 - (kept + 0.5) / prefix.tokens if kept < prefix.tokens else 0.0)
+        set_budget(press, self.entry.budget, self.options.kept_tokens(prefix.tokens), prefix.tokens, len(prefix.layers))
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(self.options.seed)
@@ -120,14 +160,10 @@ class KvpressCompressor(TokenDropCompressor):
             ) from error
 
 
-def _set_ratio(press: Any, ratio: float) -> None:
-    """Set the ratio on the press and on the one it wraps, of which some scorers read it."""
-    for part in (getattr(press, "press", None), press):
-        if part is not None:
-            part.compression_ratio = ratio
-
-
 def _with(kept: Tensor, always: Tensor) -> Tensor:
+    """Both, ascending; the newest token where there would be none, since no head may go empty."""
     mask = always.clone()
     mask[kept] = True
+    if not bool(mask.any()):
+        mask[-1] = True
     return torch.nonzero(mask).flatten()

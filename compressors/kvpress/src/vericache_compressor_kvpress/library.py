@@ -38,7 +38,7 @@ def kvpress() -> Any:
 
 
 def build_press(name: str, options: KvpressOptions) -> Any:
-    """The press that ``kvpress-<name>`` stands for, without a ratio.
+    """The press that ``kvpress-<name>`` stands for, without a budget.
 
     Raises:
         OptionError: an argument or inner press that it does not take.
@@ -47,22 +47,77 @@ def build_press(name: str, options: KvpressOptions) -> Any:
     arguments = options.parsed_arguments()
     if options.inner is not None and not entry.inner:
         raise OptionError(f"kvpress-{name} wraps no other press", hint="leave inner out")
+    kind = getattr(library, entry.class_name)
+    wrapped = []
+    for part in filter(None, (options.inner or entry.inner).split("+")):
+        inner = getattr(library, part, None)
+        if inner is None or not issubclass(inner, library.ScorerPress):
+            raise OptionError(f"inner: {part!r} is no scorer of kvpress", hint="such as KnormPress")
+        wrapped.append(inner)
+    if len(wrapped) > 1 and entry.budget != "stages":
+        raise OptionError(f"kvpress-{name} wraps one press", hint="kvpress-composed takes several")
     try:
-        if entry.inner:
-            inner = getattr(library, options.inner or entry.inner, None)
-            if inner is None or not issubclass(inner, library.ScorerPress):
-                raise OptionError(f"inner: {options.inner!r} is no scorer of kvpress", hint="such as KnormPress")
-            return getattr(library, entry.class_name)(inner(), **arguments)
-        return getattr(library, entry.class_name)(**arguments)
-    except (TypeError, AssertionError) as error:
+        if entry.budget == "stages":
+            return kind([inner() for inner in wrapped], **arguments)
+        if entry.budget == "layers":
+            ratios = _numbers(arguments.pop("compression_ratios", ()))
+            return kind(wrapped[0](), ratios, **arguments)
+        if entry.class_name == "FinchPress":
+            # Its own context manager takes the window from a delimiter in the prompt; turned keys would be no rows of ours.
+            window = int(arguments.pop("window_size", 64))
+            press = kind(rerotate_keys=False, **arguments)
+            press.window_size = window
+            return press
+        return kind(*(inner() for inner in wrapped), **arguments)
+    except (TypeError, ValueError, AssertionError) as error:
         raise OptionError(f"kvpress-{name} does not take these arguments", cause=str(error)) from error
 
 
+def parts(press: Any) -> list[Any]:
+    """The presses that ``press`` wraps, if any, then the press itself."""
+    inner = getattr(press, "press", None)
+    return [*getattr(press, "presses", ()), *([] if inner is None else [inner]), press]
+
+
 def shortest(press: Any) -> int:
-    """Fewest tokens that ``press`` and the one that it wraps accept; at least 1."""
+    """Fewest tokens that ``press`` and those that it wraps accept; at least 1."""
     found = [1]
-    for part in (press, getattr(press, "press", None)):
+    for part in parts(press):
         for kind in type(part).__mro__:
             attributes, more = SHORTEST.get(kind.__name__, ((), 1))
             found.append(sum(getattr(part, attribute) for attribute in attributes) + more)
     return max(found)
+
+
+def set_budget(press: Any, kind: str, kept: int, tokens: int, layers: int) -> None:
+    """Have ``press`` keep ``kept`` of ``tokens`` tokens per KV head, in a model of ``layers`` layers.
+
+    A threshold, and ratios by layer that are given as arguments, are left to the press.
+    """
+    if kind == "ratio":
+        for part in parts(press):  # some scorers read it even when another press spends it
+            part.compression_ratio = _ratio(kept, tokens)
+    elif kind == "layers" and not press.compression_ratios:
+        press.compression_ratios = [_ratio(kept, tokens)] * layers
+    elif kind == "stages":
+        left = tokens
+        for number, part in enumerate(press.presses, 1):  # the same share in every stage
+            after = (
+                kept
+                if number == len(press.presses)
+                else max(kept, round(tokens * (kept / tokens) ** (number / len(press.presses))))
+            )
+            part.compression_ratio = _ratio(after, left)
+            left = after
+
+
+def _ratio(kept: int, tokens: int) -> float:
+    """Half a token beyond the count: kvpress rounds down, and must not round below it."""
+    return 1 - (kept + 0.5) / tokens if kept < tokens else 0.0
+
+
+def _numbers(value: Any) -> list[float]:
+    """``0.2:0.5`` as numbers; commas separate arguments."""
+    if isinstance(value, str):
+        value = value.split(":")
+    return [float(part) for part in (value if isinstance(value, (list, tuple)) else [value])]

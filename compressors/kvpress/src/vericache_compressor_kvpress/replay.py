@@ -56,17 +56,30 @@ def replay(
 
     The pass has a cache of its own, emptied layer by layer, so memory holds one layer's rows at a time.
     """
-    decoder = _decoder(model)
-    with _hooks(decoder, layers, see, len(token_ids)), _attention(model, eager=eager), torch.no_grad():
-        from transformers import DynamicCache
+    from transformers import DynamicCache
 
-        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=next(model.parameters()).device)
-        parameters = inspect.signature(decoder.forward).parameters
-        name = "past_key_values" if "past_key_values" in parameters else "cache"
-        decoder(input_ids=ids, use_cache=True, **{name: DynamicCache()})
+    decoder = decoder_of(model)
+    with _hooks(decoder, layers, see, len(token_ids)), attending(model, eager=eager), torch.no_grad():
+        run(decoder, as_ids(model, token_ids), DynamicCache())
 
 
-def _decoder(model: Any) -> Any:
+def as_ids(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """Integers ``[1, tokens]`` where the model is."""
+    return torch.tensor([list(token_ids)], dtype=torch.long, device=next(model.parameters()).device)
+
+
+def run(decoder: Any, ids: Tensor, cache: Any) -> None:
+    """Run ``ids`` ``[1, tokens]`` behind what ``cache`` holds."""
+    parameters = inspect.signature(decoder.forward).parameters
+    decoder(input_ids=ids, use_cache=True, **{"past_key_values" if "past_key_values" in parameters else "cache": cache})
+
+
+def decoder_of(model: Any) -> Any:
+    """The stack of layers, as kvpress finds it.
+
+    Raises:
+        CompressorFault: it is somewhere else.
+    """
     inner = getattr(model, "model", None)
     decoder = getattr(inner, "language_model", inner)
     first = next(iter(getattr(decoder, "layers", ())), None)
@@ -77,13 +90,11 @@ def _decoder(model: Any) -> Any:
 
 @contextmanager
 def _hooks(decoder: Any, layers: Sequence[int], see: Callable[[int, LayerCall], None], tokens: int) -> Iterator[None]:
-    handles, borrowed = [], []
-    rotary = getattr(decoder, "rotary_emb", None)
+    handles: list[Any] = []
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         index = module.layer_idx
-        # The name of the cache's argument and the positions changed between 5.2 and 5.24; presses know the former ones.
-        cache = kwargs["past_key_values"] if "past_key_values" in kwargs else kwargs["cache"]
+        cache = cache_in(kwargs)
         held = cache.layers[index]
         if index in wanted:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -96,22 +107,38 @@ def _hooks(decoder: Any, layers: Sequence[int], see: Callable[[int, LayerCall], 
         held.keys, held.values = held.keys[:, :, :0].clone(), held.values[:, :, :0].clone()
 
     wanted = set(layers)
+    with lent_rotary(decoder):
+        try:
+            handles += [layer.self_attn.register_forward_hook(hook, with_kwargs=True) for layer in decoder.layers]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of an attention module: 5.24 calls it ``cache``, 5.2 and presses ``past_key_values``."""
+    return kwargs["past_key_values"] if "past_key_values" in kwargs else kwargs["cache"]
+
+
+@contextmanager
+def lent_rotary(decoder: Any) -> Iterator[None]:
+    """Each attention module with the rotary embedding of the model, where presses look for it."""
+    rotary, borrowed = getattr(decoder, "rotary_emb", None), []
     try:
         for layer in decoder.layers:
             if not hasattr(layer.self_attn, "rotary_emb") and rotary is not None:
-                layer.self_attn.rotary_emb = rotary  # presses look for it there
+                layer.self_attn.rotary_emb = rotary
                 borrowed.append(layer.self_attn)
-            handles.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
         for module in borrowed:
             del module.rotary_emb
 
 
 @contextmanager
-def _attention(model: Any, *, eager: bool) -> Iterator[None]:
+def attending(model: Any, *, eager: bool) -> Iterator[None]:
+    """The model attending eagerly, or as it does."""
     used = model.config._attn_implementation  # noqa: SLF001  # transformers offers a setter but no getter
     if not eager:
         yield

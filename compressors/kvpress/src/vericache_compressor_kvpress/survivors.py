@@ -12,8 +12,7 @@ from vericache_core.errors import CompressorFault
 
 def masked_survivors(module: Any, kv_heads: int, tokens: int) -> list[Tensor] | None:
     """Per KV head what a head-wise press did not mask, ascending; ``None`` if it masked nothing. The mask is removed."""
-    masked = getattr(module, "masked_key_indices", None)
-    module.masked_key_indices = None
+    masked = vars(module).pop("masked_key_indices", None)
     if masked is None:
         return None
     _, heads, positions = masked
