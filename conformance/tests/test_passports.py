@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from vericache_conform import signing
+from vericache_conform.cli.main import main
 from vericache_conform.facts import run_facts
 from vericache_conform.outcome import Result
 from vericache_conform.passports import write_passports
 from vericache_conform.report.model import Report, new_header
-from vericache_core.errors import ConformanceRequiredError, MissingDependencyError
+from vericache_core.errors import ConformanceRequiredError, MissingDependencyError, UsageError
 from vericache_core.plugins import passport as core
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.testing import on_path, write_distribution
@@ -23,7 +24,6 @@ from vericache_core.plugins.testing import on_path, write_distribution
 SOURCE = """
 raise AssertionError("listing must not import this")
 """
-HAVE_CRYPTOGRAPHY = importlib.util.find_spec("cryptography") is not None
 
 
 @pytest.fixture
@@ -128,27 +128,92 @@ def test_the_engine_refuses_what_is_not_conformant() -> None:
     assert "vericache-conform run random --passport" in str(caught.value)
 
 
-@pytest.mark.skipif(HAVE_CRYPTOGRAPHY, reason="cryptography is installed")
-def test_signing_without_cryptography_says_what_to_install(tmp_path: Path) -> None:
+def test_signing_without_cryptography_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)  # as if it were not there
     with pytest.raises(MissingDependencyError, match="cryptography"):
         signing.make_keys(tmp_path)
     assert signing.verify({}, tmp_path / "key") == "unsigned"
 
 
-@pytest.mark.skipif(not HAVE_CRYPTOGRAPHY, reason="needs cryptography")
-def test_signatures(site: Path, tmp_path: Path) -> None:
-    private, public = signing.make_keys(tmp_path)
-    (tmp_path / "other").mkdir()
-    _, stranger = signing.make_keys(tmp_path / "other")
-    write_passports(report())
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    pytest.importorskip("cryptography")
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    return signing.make_keys(folder)
+
+
+@pytest.fixture
+def signed(site: Path, keys: tuple[Path, Path]) -> Path:
+    """The file of a signed passport."""
+    write_passports(report(), keys[0])
     path = core.passport_path("vericache_compressor_mine")
     assert path is not None
-    assert signing.verify(core.read_passport(path), public) == "unsigned"
-    signing.sign_file(path, private)
-    signed = core.read_passport(path)
+    return path
+
+
+def verdict(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["passport", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_sign_and_verify_with_the_trusted_key(
+    signed: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = keys
+    assert oct(private.stat().st_mode)[-3:] == "600"
+    assert b"PRIVATE" not in public.read_bytes()
+    assert core.read_passport(signed)["signature"]["algorithm"] == "ed25519"
     assert Registry().conformance("mine").signed
     assert standing()[0] == "conformant"
-    assert signing.verify(signed, public) == "valid"
-    assert signing.verify(signed, stranger) == "signed with another key"
-    assert signing.verify({**signed, "digest": "0"}, public) == "forged"
-    assert oct(private.stat().st_mode)[-3:] == "600"
+    code, facts = verdict(["verify", "mine", "--key", str(public)], capsys)
+    assert (code, facts["signature"], facts["standing"]) == (0, "valid", "conformant")
+
+
+def test_the_key_of_somebody_else_is_not_trusted(signed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, facts = verdict(["keygen", str(tmp_path)], capsys)
+    assert code == 0
+    code, facts = verdict(["verify", "mine", "--key", facts["public_key"]], capsys)
+    assert (code, facts["signature"]) == (1, "signed with another key")
+
+
+@pytest.mark.parametrize("key", ["digest", "version", "results", "compressors", "platform", "issued"])
+def test_a_tampered_passport_is_forged(
+    key: str, signed: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    passport = core.read_passport(signed)
+    changed = {"compressors": {"mine": "certified", "other": "certified"}, "results": {"C-01": "pass", "C-02": "pass"}}
+    signed.write_text(json.dumps({**passport, key: changed.get(key, "x" * 64)}))
+    code, facts = verdict(["verify", "mine", "--key", str(keys[1])], capsys)
+    assert (code, facts["signature"]) == (1, "forged")
+
+
+@pytest.mark.parametrize("change", [{"value": "00" * 64}, {"value": "no hex"}, {"value": None}])
+def test_a_signature_that_does_not_fit_is_forged(change: dict[str, Any], signed: Path, keys: tuple[Path, Path]) -> None:
+    passport = core.read_passport(signed)
+    assert signing.verify(passport, keys[1]) == "valid"
+    assert signing.verify({**passport, "signature": {**passport["signature"], **change}}, keys[1]) == "forged"
+    assert signing.verify({**passport, "signature": "yes"}, keys[1]) == "signed with another key"
+
+
+def test_no_key_leaves_it_unsigned(site: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    write_passports(report())
+    assert not Registry().conformance("mine").signed
+    code, facts = verdict(["verify", "mine", "--key", str(keys[1])], capsys)
+    assert (code, facts["signature"], facts["standing"]) == (1, "unsigned", "conformant")
+    code, facts = verdict(["sign", "mine", "--key", str(keys[0])], capsys)
+    assert code == 0
+    assert verdict(["verify", "mine", "--key", str(keys[1])], capsys)[0] == 0
+
+
+def test_what_is_no_key_is_refused_by_name(signed: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "junk.pem").write_text("junk")
+    for path in (tmp_path / "junk.pem", tmp_path / "nowhere.pem"):
+        with pytest.raises(UsageError, match=path.name):
+            signing.sign_file(signed, path)
+        with pytest.raises(UsageError, match=path.name):
+            signing.verify(core.read_passport(signed), path)
+    with pytest.raises(UsageError, match="keys are never overwritten"):
+        signing.make_keys(keys[0].parent)
+    with pytest.raises(UsageError, match="no folder"):
+        signing.make_keys(tmp_path / "nowhere")
