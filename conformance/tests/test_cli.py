@@ -14,7 +14,7 @@ import pytest
 
 from vericache_conform.cli.main import COMMANDS, main
 from vericache_conform.report.model import read_report
-from vericache_core.errors import UsageError
+from vericache_core.errors import PluginLoadError, UsageError
 
 
 def test_run_shows_a_failure_writes_every_report_and_replays_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +73,29 @@ def test_usage_errors_are_one_line_and_exit_4(arguments: list[str], words: str, 
     assert captured.out == ""
     assert words in captured.err
     assert len(captured.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 2, "vericache-conform: interrupted"),
+        (ZeroDivisionError("x"), 3, "this is a bug of the suite"),
+        (PluginLoadError("does not load"), 1, "error: does not load"),
+        (UsageError("no such thing"), 4, "error: no such thing"),
+        (BrokenPipeError(), 1, ""),
+    ],
+)
+def test_exit_codes_are_those_of_pytest(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(args: object) -> int:
+        raise error
+
+    monkeypatch.delenv("VERICACHE_DEBUG", raising=False)
+    monkeypatch.setattr("vericache_conform.cli.list.run", broken)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # a closed pipe would cost pytest its own stdout
+    assert main(["list"]) == code
+    assert words in capfd.readouterr().err
 
 
 def test_a_killed_run_leaves_no_report_that_looks_complete(tmp_path: Path) -> None:
