@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from vericache_compressor_kvpress.survivors import masked_survivors, matched_sur
 from vericache_compressor_kvpress.table import DOWNLOAD, NOT_OFFERED, PRESSES, REWRITES
 from vericache_core import CompressContext, EngineConfig, LayerDescriptor, PrefixView, Registry, SamplingParams
 from vericache_core.engine import Engine
-from vericache_core.errors import MissingDependencyError, OptionError
+from vericache_core.errors import CompressorFault, MissingDependencyError, OptionError
 from vericache_core.kv import PlainLayer
 
 try:
@@ -286,14 +289,28 @@ def test_what_is_protected_in_front_is_the_chat_prefix(model: Any, name: str) ->
     assert sum(len(head - set(range(4, 30))) for head in kept) == 6 * KEPT
 
 
-def test_presses_that_read_again_take_all_layers_or_none(model: Any) -> None:
+def test_presses_that_read_again_refuse_layers_that_they_do_not_know(model: Any) -> None:
     mixed = [*descriptors(model)[:2], dataclasses.replace(descriptors(model)[2], kind="sliding", sliding_window=16)]
     rows = full_rows(model)
     prefix = PrefixView.from_tensors(mixed, [k for k, _ in rows], [v for _, v in rows], IDS)
     context = CompressContext(model_reader=lambda: model, encoder=encode)
-    made = {name: KvpressCompressor(name, options(name)).compress(prefix, context).layers for name in ("kvcompose", "dms")}
-    assert [layer is None for layer in made["kvcompose"]] == [True, True, True]
-    assert [layer is None for layer in made["dms"]] == [False, False, True]
+    for name in ("kvcompose", "kvzip", "kvgrad"):
+        compressor = KvpressCompressor(name, options(name))
+        compressor.check_layers(descriptors(model))
+        with pytest.raises(OptionError, match="does not know layer 2"):
+            compressor.check_layers(mixed)
+        with pytest.raises(CompressorFault, match=name):
+            compressor.compress(prefix, context)
+    made = KvpressCompressor("dms", options("dms")).compress(prefix, context)
+    assert [layer is None for layer in made.layers] == [False, False, True]
+
+
+def test_a_press_that_warns_about_itself_prints_nothing() -> None:
+    code = "from vericache_compressor_kvpress import KvpressCompressor as K; K('kvzip'); K('critical-kv')"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ, "PYTHONPATH": path})
+    assert b"KVzipPress" not in done.stderr
+    assert b"use_vnorm" not in done.stderr
 
 
 def test_layers_whose_keys_are_not_rotated_as_presses_think_stay_uncompressed(model: Any) -> None:

@@ -33,10 +33,11 @@ class KvpressCompressor(TokenDropCompressor):
     A prompt shorter than the press accepts (its window or its sinks) survives whole, without a pass; so does none.
 
     Layers stay uncompressed that have a sliding window or whose keys are not rotated over their whole width: presses
-    rotate queries again and know no other way. A press that runs the model again compresses every layer or none.
+    rotate queries again and know no other way. A press that runs the model again refuses models with such layers.
 
     Raises:
-        OptionError: ``compression_ratios`` by layer that are not as many as the model has layers.
+        OptionError: ``compression_ratios`` by layer that are not as many as the model has layers, or a press that runs
+            the model again and a layer that it does not know.
         MissingDependencyError: kvpress is not installed.
         CompressorFault: the press fails on this model or prompt (kvpress's own message is the cause).
     """
@@ -59,6 +60,13 @@ class KvpressCompressor(TokenDropCompressor):
         ratios = getattr(build_press(self.press, self.options), "compression_ratios", None)
         if self.entry.budget == "layers" and ratios and len(ratios) != len(layers):
             raise OptionError(f"{self.name}: {len(ratios)} compression_ratios for {len(layers)} layers")
+        if self.entry.route in ("reconstruct", "replay"):
+            for layer in layers:
+                if not self.supports(layer):
+                    raise OptionError(
+                        f"{self.name} reads every layer of the model, and does not know layer {layer.index}",
+                        cause="it has a sliding window, or keys that are not rotated over their whole width",
+                    )
 
     @property
     def needs(self) -> Needs:
@@ -118,9 +126,8 @@ class KvpressCompressor(TokenDropCompressor):
         return kept
 
     def _reread(self, press: Any, prefix: PrefixView, context: CompressContext) -> dict[int, list[Tensor]]:
-        """What a press keeps that runs the model again; nothing is compressed unless every layer can be."""
-        if not all(self.supports(layer) for layer in prefix.layers):
-            return {}
+        """What a press keeps that runs the model again."""
+        self.check_layers(prefix.layers)
         kept = self.options.kept_tokens(prefix.tokens)
         if self.entry.route == "replay":
             return read_twice(press, context.model(), prefix.token_ids, kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from typing import Any
 
@@ -15,13 +16,16 @@ def kvpress() -> Any:
     """The module.
 
     Importing it wraps every attention function that transformers knows, for masks that VeriCache has no use for;
-    the functions are put back.
+    the functions are put back. What it logs goes where the program's own handlers say, and nowhere without any.
 
     Raises:
         MissingDependencyError: it is not installed or cannot be imported here.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    logger = logging.getLogger("kvpress")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())  # some presses warn about themselves whenever they are built
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     try:
         with warnings.catch_warnings():
