@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core._version import __version__
-from vericache_core.bench.throughput import lines as lines_module
+from vericache_core.bench.throughput.lines import read_lines
+from vericache_core.bench.throughput.lineup import SYSTEMS, own_systems
 from vericache_core.bench.throughput.peer import KINDS, PeerSystem, parse_peer
-from vericache_core.bench.throughput.rows import PLAIN, Record, broken, row
-from vericache_core.bench.throughput.table import HEADER, cells, markdown
+from vericache_core.bench.throughput.rows import PLAIN
 from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
-from vericache_core.cli.output import note, print_table
+from vericache_core.cli.bench_throughput_report import Report
+from vericache_core.cli.output import note
 from vericache_core.config import EngineConfig, load_config, replace
 from vericache_core.errors import UsageError
 from vericache_core.plugins.fields import coerce, did_you_mean, option_fields, parse_pairs
@@ -27,19 +26,7 @@ if TYPE_CHECKING:
     from vericache_core.bench.throughput.engines import Shop
     from vericache_core.bench.throughput.measured import System
 
-SCHEMA: Final = "vericache.bench.throughput/1"
 COMPRESSORS: Final = ("snapkv:keep=0.25",)
-SYSTEMS: Final = (
-    "vericache",
-    "auto",
-    "lockstep",
-    "lossy",
-    "ngram",
-    "transformers",
-    "transformers-offloaded",
-    "transformers-lookup",
-)
-"""Besides plain, which always runs."""
 
 
 def add_arguments(actions: Any) -> None:
@@ -97,7 +84,7 @@ def add_arguments(actions: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; exit 1 when a system that promises plain's tokens gave others or failed."""
     if args.render is not None:
-        head, records = lines_module.read_lines(Path(args.render))
+        head, records = read_lines(Path(args.render))
         report = Report(head, args)
         report.records = records
         report.write()
@@ -117,15 +104,16 @@ def run(args: argparse.Namespace) -> int:
     from vericache_core.bench.throughput.workloads import build_workloads
     from vericache_core.engine import Engine
 
+    report = Report(_conditions(args, config), args)  # a file that cannot be written must not wait for the model
     loaded = Engine.from_pretrained(args.model, config)
     # Row invariance was proved when the model was loaded; the engines of the systems share it.
     shop = Shop(loaded.adapter.model, loaded.tokenizer, replace(config, probe=False), registry, note)
     systems: list[System] = []
     try:
+        _check_length(max(contexts), args.new_tokens, loaded.adapter.max_positions)
         workloads = build_workloads(loaded.tokenizer, names, args.requests, contexts, args.new_tokens)
         systems += own_systems(shop, kinds, settings, windows)
         systems += [_peer(name, python, shop, args) for name, python in peers]
-        report = Report({**_conditions(args, config), "attention": loaded.attention}, args)
         loaded.close()
         try:
             for record, repetition, last in contest(systems, workloads, args.repeats, args.seed, note):
@@ -138,97 +126,6 @@ def run(args: argparse.Namespace) -> int:
         for system in systems:
             system.close()
         shop.close()
-
-
-def own_systems(
-    shop: Shop, kinds: Sequence[str], settings: Sequence[tuple[str, dict[str, Any]]], windows: Sequence[int | str]
-) -> list[System]:
-    """Plain, and the systems that need no other environment, in the order of the table."""
-    from vericache_core.bench.throughput.engines import EngineSystem
-    from vericache_core.bench.throughput.huggingface import HuggingFaceSystem
-
-    own: list[System] = [EngineSystem(shop, PLAIN, {"compressor": None, "options": {}})]
-    for number, (name, options) in enumerate(settings):
-        label = name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
-        changes = {"compressor": name, "options": options}
-        if "vericache" in kinds:
-            chosen = {f" x{window}": {"window": window} for window in windows} or {"": {}}
-            own += [EngineSystem(shop, f"vericache {label}{more}", {**changes, **change}) for more, change in chosen.items()]
-        if "auto" in kinds:
-            own.append(EngineSystem(shop, f"auto {label}" if number else "auto", {**changes, "window": "auto", "mode": "auto"}))
-        if "lockstep" in kinds:
-            own.append(EngineSystem(shop, f"lockstep {label}", {**changes, "scheduler": "lockstep"}))
-        if "lossy" in kinds:
-            own.append(EngineSystem(shop, f"lossy {label}", changes, lossy=True))
-    if "ngram" in kinds:
-        own.append(EngineSystem(shop, "ngram", {"compressor": None, "options": {}, "proposer": "ngram"}))
-    for name, variant in (("", "default"), ("-offloaded", "offloaded"), ("-lookup", "lookup")):
-        if f"transformers{name}" in kinds:
-            own.append(HuggingFaceSystem(shop, f"transformers{name}", variant))  # type: ignore[arg-type]
-    return own
-
-
-class Report:
-    """Everything that is known, written anew whenever there is more of it."""
-
-    def __init__(self, head: Mapping[str, Any], args: argparse.Namespace) -> None:
-        self.head, self.records, self._args = head, list[Record](), args
-        self._printed: set[tuple[str, str]] = set()
-        self._lines = None if args.lines is None else lines_module.Lines(Path(args.lines), head)
-        self._files: list[tuple[str, Path]] = []
-        for kind in ("markdown", "html"):
-            name = getattr(args, kind)
-            if name is not None:
-                try:
-                    Path(name).write_text("", encoding="utf-8")
-                except OSError as error:
-                    raise UsageError(f"--{kind} {name}: cannot be written", cause=error.strerror) from error
-                self._files.append((kind, Path(name)))
-
-    def add(self, record: Record, repetition: int | None, last: bool) -> None:
-        """Take in what is new."""
-        if not any(record is other for other in self.records):
-            self.records.append(record)
-        if repetition:  # the first one keeps its events for the plots
-            record.runs[repetition] = lines_module.without_trace(record.runs[repetition])
-        if self._lines is not None:
-            self._lines.add(record, repetition)
-        self.write()
-        if last:
-            self._print(record)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self._row(record) for record in self.records]
-
-    def _row(self, record: Record) -> dict[str, Any]:
-        plain = next((r for r in self.records if (r.system, r.workload) == (PLAIN, record.workload)), None)
-        return row(record, plain)
-
-    def write(self) -> None:
-        """Write the files that were asked for."""
-        from vericache_core.bench.throughput.page import html_page
-
-        for kind, path in self._files:
-            rows = self.rows()
-            text = markdown(self.head, rows) if kind == "markdown" else html_page(self.head, rows, self.records)
-            partial = path.with_name(path.name + ".part")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)  # a reader sees the former page or this one
-
-    def _print(self, record: Record) -> None:
-        key = (record.system, record.workload)
-        if self._args.json and key not in self._printed:
-            self._printed.add(key)
-            print(json.dumps({"schema": SCHEMA, **self._row(record)}, ensure_ascii=False, allow_nan=False), flush=True)
-
-    def end(self) -> int:
-        """Print what has not been printed; returns the exit code."""
-        rows = self.rows()
-        for record in self.records:
-            self._print(record)
-        if not self._args.json:
-            print_table(HEADER, [cells(one) for one in rows])
-        return 1 if broken(rows) else 0
 
 
 def _check_sizes(args: argparse.Namespace) -> list[int]:
@@ -244,6 +141,14 @@ def _check_sizes(args: argparse.Namespace) -> list[int]:
     if not args.peer_timeout > 0:
         raise UsageError("--peer-timeout must be more than 0")
     return list(dict.fromkeys(contexts))
+
+
+def _check_length(context: int, new_tokens: int, limit: int | None) -> None:
+    if limit is not None and context + new_tokens > limit:
+        raise UsageError(
+            f"--context {context} and --new-tokens {new_tokens} exceed the model's {limit} positions",
+            hint=f"--context {limit - new_tokens} fits",
+        )
 
 
 def _listed(text: str | None) -> list[str]:
@@ -318,13 +223,17 @@ def _conditions(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
     import torch
     import transformers
 
+    from vericache_core.runtime.backend import choose_attention
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     return {
         "model": args.model,
         "seed": args.seed,
         "repeats": args.repeats,
-        "threads": torch.get_num_threads(),
+        "threads": config.threads or torch.get_num_threads(),
         "cpus": os.cpu_count(),
-        "device": config.device,
+        "device": device,
+        "attention": choose_attention(config.attention, torch.device(device))[0],
         "dtype": config.dtype,
         "rows": config.rows,
         "full_kv": config.full_kv,

@@ -16,15 +16,17 @@ SCHEMA: Final = "vericache.bench.throughput.runs/1"
 
 
 class Lines:
-    """Appends to a file that starts anew.
+    """Appends to a new file.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written, or holds something already.
     """
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self._path = path
         try:
+            if path.exists() and path.stat().st_size:
+                raise UsageError(f"--lines {path}: exists", hint="name another file; --render shows the runs in this one")
             path.write_text(_line({"schema": SCHEMA, "head": dict(head)}), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--lines {path}: cannot be written", cause=error.strerror) from error
