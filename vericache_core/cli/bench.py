@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vericache_core.cli import bench_throughput
 from vericache_core.cli.output import note, print_table
 from vericache_core.config import EngineConfig
 from vericache_core.errors import UsageError
@@ -52,7 +53,8 @@ _HEADER: Final = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare ``compressors`` and its arguments."""
-    actions = parser.add_subparsers(dest="action", metavar="{compressors}", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="{compressors,throughput}", required=True)
+    bench_throughput.add_arguments(actions)
     table = actions.add_parser("compressors", help="bytes, accepted drafts, KL and identity of each compressor")
     table.add_argument("-m", "--model", default="demo", help="as for generate [%(default)s]")
     table.add_argument(
@@ -76,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; exit 1 when an output was not identical."""
+    if args.action == "throughput":
+        return bench_throughput.run(args)
     for name in ("context", "new_tokens", "window"):
         if getattr(args, name) < 2:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 2")
