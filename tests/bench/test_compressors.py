@@ -7,8 +7,9 @@ from tests.models import VOCAB, engine_over, model, prompt
 from vericache_core.bench.answers import parses
 from vericache_core.bench.compressors import Row, Setting, bench_compressors
 from vericache_core.bench.drafts import accepted_mean, accepted_runs, divergence, hazard
+from vericache_core.bench.lines import as_line, from_line
 from vericache_core.bench.prompts import BenchPrompt, Grammar, build_prompts
-from vericache_core.cli.bench import _HEADER, cells, markdown, to_json
+from vericache_core.cli.bench import _HEADER, cells, markdown
 from vericache_core.errors import ConfigError
 from vericache_core.plugins.registry import Registry
 
@@ -55,6 +56,11 @@ def test_accepted_runs_are_those_of_real_drafting() -> None:
     assert row.first_divergence == first + 1
 
 
+def test_the_first_block_counts_in_full() -> None:
+    row = rows_of(new_tokens=33)["identity"]
+    assert row.accepted_mean[32] == 32  # no later start has so many tokens left
+
+
 def test_few_new_tokens_leave_wide_windows_open() -> None:
     row = rows_of(new_tokens=8)["random"]
     assert row.accepted_mean[4] is not None
@@ -62,10 +68,100 @@ def test_few_new_tokens_leave_wide_windows_open() -> None:
     assert "-" in cells(row)
 
 
-def test_sliding_windows_are_refused() -> None:
-    ours = engine_over(model("gemma3"))
-    with pytest.raises(ConfigError, match="sliding"):
-        next(bench_compressors(ours, Registry(discover=False), SETTINGS, [], 4))
+@pytest.mark.parametrize("grammar", [None, "json"])
+def test_sliding_windows_stay_exact_and_the_other_layers_are_measured(grammar: Grammar | None) -> None:
+    ours = engine_over(model("gemma3"), full_kv="host")
+    asked = [BenchPrompt("one", tuple(prompt(140, seed=4)), (), grammar)]
+    rows = {row.compressor: row for row in bench_compressors(ours, Registry(discover=False), SETTINGS, asked, 42)}
+    assert all(row.identical and row.error is None for row in rows.values())
+    assert (rows["identity"].hazard, rows["identity"].first_divergence) == (0, None)
+    single = engine_over(model("gemma3"), compressor="random", keep=0.5, window=32)
+    (real,) = single.generate(prompt(140, seed=4))
+    assert rows["random"].first_divergence == real.metrics.accepted_per_round[0] + 1
+
+
+def test_a_model_without_a_layer_to_compress_is_named() -> None:
+    ours = engine_over(model("mistral"))
+    asked = [BenchPrompt("one", tuple(prompt(60, seed=1)))]
+    (row,) = bench_compressors(ours, Registry(discover=False), SETTINGS[:1], asked, 8)
+    assert row.error == "the model has no layer that can be compressed"
+    assert row.identical
+    assert row.keep_bytes_fraction is None
+
+
+class Letters:
+    """A tokenizer that writes every id as a letter."""
+
+    eos_token_id = 3
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_the_lossy_output_is_what_the_compressed_kv_alone_writes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out for grammars only, so it must differ from the full output where the blocks of right tokens say."""
+    seen: dict[int, str] = {}
+
+    def record(text: str, *_: object) -> bool:
+        seen[len(seen)] = text
+        return True
+
+    monkeypatch.setattr("vericache_core.bench.compressors.parses", record)
+    ours = engine_over(model("gemma3"), Letters(), full_kv="host", rows=rows)
+    asked = [BenchPrompt("one", tuple(prompt(60, seed=4)), (), "json")]
+    found = list(bench_compressors(ours, Registry(discover=False), SETTINGS, asked, 42))
+    for number, row in enumerate(found):
+        full, lossy = seen[2 * number], seen[2 * number + 1]
+        assert len(lossy) == 42
+        same = next((i for i, (a, b) in enumerate(zip(full, lossy, strict=True)) if a != b), None)
+        assert same == row.first_divergence
+        assert row.lossy_parses is True
+    assert found[1].first_divergence == 6
+
+
+def test_a_lossy_output_ends_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that end a sequence end the first round's draft, so nothing behind them is read as its output."""
+    tokenizer = Letters()
+    asked = [BenchPrompt("one", tuple(prompt(60, seed=1)), (), "json")]
+    lengths: list[int] = []
+
+    def record(text: str, _: object, whole: bool) -> bool:
+        lengths.append(len(text) if whole else -len(text))
+        return True
+
+    monkeypatch.setattr("vericache_core.bench.compressors.parses", record)
+    ours = engine_over(model("llama"), tokenizer)
+    plain = ours.generate(list(asked[0].token_ids), compressor=None)[0].token_ids
+    end = next(i for i in range(3, 42) if plain[i] not in plain[:i])
+    monkeypatch.setattr("vericache_core.bench.runs.ending_ids", lambda *_: (plain[end],))
+    monkeypatch.setattr("vericache_core.bench.compressors.ending_ids", lambda *_: (plain[end],))
+    (row,) = bench_compressors(ours, Registry(discover=False), [Setting("identity")], asked, 42)
+    assert row.identical
+    assert row.new_tokens == end + 1
+    assert lengths == [end + 1, end + 1]
+
+
+def test_rows_that_are_known_are_not_measured_again_and_progress_is_told() -> None:
+    ours = engine_over(model("llama"))
+    asked = [BenchPrompt(name, tuple(prompt(60, seed=1))) for name in ("one", "two")]
+    told: list[str] = []
+    found = bench_compressors(
+        ours,
+        Registry(discover=False),
+        SETTINGS[:2],
+        asked,
+        8,
+        told.append,
+        lambda setting, prompt: prompt.name == "one" or setting.compressor == "random",
+    )
+    assert [(row.prompt, row.compressor) for row in found] == [("two", "identity")]
+    assert "two: full KV: 16 of 60 prompt tokens" in told
+    assert told[-1] == "two: drafts of identity"
+    assert not any("one" in text for text in told)
 
 
 def test_figures_of_runs() -> None:
@@ -91,7 +187,10 @@ def test_ties_go_to_the_lowest_id_and_kl_is_that_of_the_definition() -> None:
     ("text", "grammar", "expected"),
     [
         ("```python\ndef f():\n    return 1\n```\nDone", "python", True),
+        ("```python\ndef f():\n    return 1\ndef g(\n```\nDone", "python", False),
+        ("```python\ndef f():\n    return 1\ndef g(", "python", True),
         ("def f():\n    return 1\ndef g(", "python", True),
+        ("def f():\n    return 1\ndef g(\n\n\nx", "python", False),
         ("Here you are: it works", "python", False),
         ("", "python", False),
         ('Sure: {"name": "f", "arguments": {}} ok', "json", True),
@@ -101,7 +200,13 @@ def test_ties_go_to_the_lowest_id_and_kl_is_that_of_the_definition() -> None:
     ],
 )
 def test_parsing(text: str, grammar: Grammar | None, expected: bool | None) -> None:
-    assert parses(text, grammar) is expected
+    assert parses(text, grammar, whole=False) is expected
+
+
+def test_only_an_answer_that_was_cut_may_miss_lines() -> None:
+    text = "def f():\n    return 1\ndef g("
+    assert parses(text, "python", whole=False)
+    assert not parses(text, "python", whole=True)
 
 
 class Words:
@@ -131,6 +236,7 @@ def test_prompts_that_cannot_be_made_are_refused() -> None:
 def test_rows_as_text_and_json() -> None:
     row = rows_of()["random"]
     assert len(cells(row)) == len(_HEADER)
-    assert to_json(row)["accepted_mean"].keys() == {"4", "8", "16", "32"}
+    assert from_line({"model": "x"}, as_line({"model": "x"}, row)) == row
+    assert from_line({"model": "y"}, as_line({"model": "x"}, row)) is None
     table = markdown([row, Row("x", {}, "one", 3, 0, error="why")]).splitlines()
     assert [line.count("|") for line in table[:4]] == [len(_HEADER) + 1] * 4

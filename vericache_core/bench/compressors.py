@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vericache_core.bench.answers import parses
-from vericache_core.bench.drafts import Drafts, accepted_mean, accepted_runs, divergence, hazard
+from vericache_core.bench.drafts import BLOCK, Drafts, accepted_mean, accepted_runs, divergence, hazard
 from vericache_core.bench.prompts import BenchPrompt
-from vericache_core.bench.runs import KeptKV, Memo, copy_prefix, empty_kv, generated_rows, new_request, run_all
+from vericache_core.bench.runs import (
+    KeptKV,
+    LongFirstRound,
+    Memo,
+    Tell,
+    copy_prefix,
+    empty_kv,
+    generated_rows,
+    new_request,
+    run_all,
+)
 from vericache_core.cache.draft import DraftKV
 from vericache_core.engine import Engine
-from vericache_core.errors import ConfigError
 from vericache_core.kv import CompressedKV
 from vericache_core.model.prompts import ending_ids
 from vericache_core.plugins.registry import Registry
 from vericache_core.runtime.request import Request
 
-WINDOWS = (4, 8, 16, 32)
+WINDOWS = (4, 8, 16, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -71,40 +80,48 @@ class Row:
 
 
 def bench_compressors(
-    engine: Engine, registry: Registry, settings: Sequence[Setting], prompts: Sequence[BenchPrompt], new_tokens: int
+    engine: Engine,
+    registry: Registry,
+    settings: Sequence[Setting],
+    prompts: Sequence[BenchPrompt],
+    new_tokens: int,
+    tell: Tell = lambda _: None,
+    have: Callable[[Setting, BenchPrompt], bool] = lambda *_: False,
 ) -> Iterator[Row]:
     """Measure every setting on every prompt; rows come prompt by prompt.
 
+    ``tell`` hears where the measurement stands, often. Rows that are there already, as ``have`` says, are left out.
+
     Raises:
-        ConfigError: the model has sliding windows, whose rows cannot be kept for sharing.
         UsageError: a setting that cannot be built.
     """
-    if any(layer.kind == "sliding" for layer in engine.adapter.layers):
-        raise ConfigError("bench compressors does not run models with sliding-window layers")
     for setting in settings:
         registry.create(setting.compressor, setting.options)
     for prompt in prompts:
-        yield from _bench_prompt(engine, registry, settings, prompt, new_tokens)
+        missing = [setting for setting in settings if not have(setting, prompt)]
+        if missing:
+            yield from _bench_prompt(engine, registry, missing, prompt, new_tokens, tell)
 
 
 def _bench_prompt(
-    engine: Engine, registry: Registry, settings: Sequence[Setting], prompt: BenchPrompt, new_tokens: int
+    engine: Engine, registry: Registry, settings: Sequence[Setting], prompt: BenchPrompt, new_tokens: int, tell: Tell
 ) -> Iterator[Row]:
     length = len(prompt.token_ids)
     full = empty_kv(engine, None, length + new_tokens, KeptKV)
     assert isinstance(full, KeptKV)
-    plain = new_request(engine, prompt, new_tokens, None, full)
-    run_all(engine, [plain])
-    if plain.error is not None:
-        raise plain.error
-    rows = generated_rows(full, length)
-    full.rollback(full.tokens - length)
-    drafts = Drafts(engine, new_request(engine, prompt, new_tokens, None, full), plain.generated, rows)
-    compressors = [Memo(registry.create(setting.compressor, setting.options)) for setting in settings]
-    requests = [_after_prefill(engine, prompt, new_tokens, memo, full) for memo in compressors]
-    run_all(engine, requests)
     try:
+        plain = new_request(engine, prompt, new_tokens, None, full)
+        run_all(engine, [plain], lambda at: tell(f"{prompt.name}: full KV: {at}"))
+        if plain.error is not None:
+            raise plain.error
+        rows = generated_rows(full, length)
+        full.rollback(full.tokens - length)
+        drafts = Drafts(engine, new_request(engine, prompt, new_tokens, None, full), plain.generated, rows)
+        compressors = [Memo(registry.create(setting.compressor, setting.options)) for setting in settings]
+        requests = [_after_prefill(engine, prompt, new_tokens, memo, full) for memo in compressors]
+        run_all(engine, requests, lambda at: tell(f"{prompt.name}: {len(requests)} settings: {at}"))
         for setting, memo, request in zip(settings, compressors, requests, strict=True):
+            tell(f"{prompt.name}: drafts of {setting}")
             yield _row(engine, prompt, setting, memo.made, request, plain, drafts)
             memo.made = None  # the largest thing here; the next one needs the room
     finally:
@@ -117,7 +134,9 @@ def _after_prefill(engine: Engine, prompt: BenchPrompt, new_tokens: int, memo: M
     needs = memo.needs
     if not needs.attention_mass:
         copy_prefix(source, full, len(prompt.token_ids) - max(1, needs.queries))
-    return new_request(engine, prompt, new_tokens, memo, full)
+    # Only a grammar needs to see the end of the lossy output; where it first differs is found without writing it.
+    kind = Request if prompt.grammar is None else LongFirstRound
+    return new_request(engine, prompt, new_tokens, memo, full, kind)
 
 
 def _row(
@@ -143,25 +162,27 @@ def _row(
     if made is None or metrics.degraded or request.error is not None:
         return Row(**facts, error=str(request.error or "; ".join(metrics.degraded) or "nothing was compressed"))
     layers = [index for index, layer in enumerate(made.layers) if layer is not None]
+    if not layers:
+        return Row(**facts, error="the model has no layer that can be compressed")
     full, length = drafts.request.full, len(prompt.token_ids)
-    ends = ending_ids(engine.adapter.model, engine.tokenizer)
     try:
-        lossy = drafts.free(DraftKV.build(full, made, layers), ends)
-        blocks = drafts.along(DraftKV.build(full, made, layers), max(WINDOWS))
+        draft = DraftKV.build(full, made, layers)
+        different, first = drafts.first_difference(draft)
+        blocks = drafts.along(draft, first)
     finally:
         full.rollback(full.tokens - length)
     runs = accepted_runs(blocks, plain.generated)
     assert plain.logits is not None
-    texts = [_text(engine, tokens) for tokens in (plain.generated, lossy)]
+    lossy = request.lossy if isinstance(request, LongFirstRound) else ()
     return Row(
         **facts,
         keep_bytes_fraction=metrics.compressed_kv_bytes / metrics.compressed_from_bytes,
         accepted_mean={window: accepted_mean(runs, window) for window in WINDOWS},
         hazard=hazard(runs),
         kl_nats=divergence(blocks, torch.stack(plain.logits)),
-        first_divergence=_first_difference(list(plain.generated), lossy),
-        full_parses=parses(texts[0], prompt.grammar),
-        lossy_parses=parses(texts[1], prompt.grammar),
+        first_divergence=different,
+        full_parses=_parses(engine, prompt, plain.generated),
+        lossy_parses=_parses(engine, prompt, lossy),
     )
 
 
@@ -174,15 +195,8 @@ def _identical(request: Request, plain: Request) -> bool:
     return torch.equal(ours, theirs)
 
 
-def _first_difference(full: Sequence[int], lossy: Sequence[int]) -> int | None:
-    for index, (right, token) in enumerate(zip(full, lossy, strict=False)):
-        if right != token:
-            return index
-    return None if len(full) == len(lossy) else min(len(full), len(lossy))
-
-
-def _text(engine: Engine, tokens: Sequence[int]) -> str:
-    if engine.tokenizer is None:
-        return ""
-    text: str = engine.tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
+def _parses(engine: Engine, prompt: BenchPrompt, tokens: Sequence[int]) -> bool | None:
+    if engine.tokenizer is None or prompt.grammar is None:
+        return None
+    whole = bool(tokens) and tokens[-1] in ending_ids(engine.adapter.model, engine.tokenizer)
+    return parses(engine.tokenizer.decode(list(tokens), skip_special_tokens=True), prompt.grammar, whole)

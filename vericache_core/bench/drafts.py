@@ -19,6 +19,10 @@ from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.tile import TileAttention
 
 Rows = Sequence[tuple[Tensor, Tensor]]
+BLOCK = 32
+"""Tokens in a block: the widest window."""
+STRIDE = 8
+"""Generated tokens between two starts of a draft."""
 
 
 class Drafts:
@@ -35,26 +39,36 @@ class Drafts:
         self.engine, self.request, self.tokens, self.rows = engine, request, list(tokens), rows
         _, self._attend = choose_attention(engine.attention, engine.adapter.device)
 
-    def free(self, draft: DraftKV, ends: Sequence[int]) -> list[int]:
-        """What greedy decoding with the compressed prefix alone writes: the first token is the full KV's, the rest drafts."""
-        found = self.tokens[:1]
-        while len(found) < len(self.tokens) and found[-1] not in ends:
-            logits = self._run(draft, found[-1:])
-            found.append(self.request.chooser.draft(logits[0], found))
-        draft.retract()
-        return found
+    def first_difference(self, draft: DraftKV) -> tuple[int | None, Tensor]:
+        """Where decoding with the compressed prefix alone first differs from ``tokens``, and the logits up to there.
 
-    def along(self, draft: DraftKV, window: int) -> list[Tensor]:
-        """Logits ``[up to window, vocab]`` of drafts that start after each of the generated tokens 0, 8, 16, ...
+        The first token is the full KV's and the rest are drafts, each behind the drafts before it; as long as they
+        agree these are the right tokens. So blocks of the right tokens tell, and nothing is drafted token by token.
+        Returns at least the block that a draft of the widest window makes, unless the tokens end before.
+        """
+        parts, found = [], None
+        for first in range(0, len(self.tokens) - 1, BLOCK):
+            inputs = self.tokens[first : min(first + BLOCK, len(self.tokens) - 1)]
+            parts.append(self._run(draft, inputs))
+            wrong = _disagreements(parts[-1], self.tokens[first + 1 :])
+            if wrong:
+                found = first + 1 + wrong[0]
+                break
+        draft.retract()
+        return found, torch.cat(parts) if parts else torch.empty(0)
+
+    def along(self, draft: DraftKV, first: Tensor) -> list[Tensor]:
+        """Logits ``[up to BLOCK, vocab]`` of drafts that start after each of the generated tokens 0, 8, 16, ...
 
         Row ``i`` of the block that starts at token ``j`` proposes token ``j + 1 + i``; the tail before ``j`` is exact.
+        ``first`` is what :meth:`first_difference` returned: its beginning is the first block.
         """
-        blocks, stride = [], STRIDE
-        for start in range(0, len(self.tokens) - 1, stride):
-            inputs = self.tokens[start : min(start + window, len(self.tokens) - 1)]
-            blocks.append(self._run(draft, inputs))
+        blocks = []
+        for start in range(0, len(self.tokens) - 1, STRIDE):
+            inputs = self.tokens[start : min(start + BLOCK, len(self.tokens) - 1)]
+            blocks.append(first[: len(inputs)] if start == 0 else self._run(draft, inputs))
             draft.retract()
-            self._accept(draft, start, min(start + stride, len(self.tokens) - 1))
+            self._accept(draft, start, min(start + STRIDE, len(self.tokens) - 1))
         return blocks
 
     def _run(self, draft: DraftKV, tokens: Sequence[int]) -> Tensor:
@@ -86,20 +100,21 @@ class Drafts:
         draft.accept(count)
 
 
-STRIDE = 8
-"""Generated tokens between two starts of a draft."""
-
-
 def accepted_runs(blocks: Sequence[Tensor], tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Per start ``(drafts that agree before the first that does not, drafts made)``; ties go to the lowest id."""
     runs = []
     for number, logits in enumerate(blocks):
-        right = torch.tensor(tokens[number * STRIDE + 1 : number * STRIDE + 1 + len(logits)])
-        best = logits.float().cpu()
-        equal = (best == best.amax(-1, keepdim=True)).int().argmax(-1) == right
-        wrong = torch.nonzero(~equal).flatten()
-        runs.append((int(wrong[0]) if len(wrong) else len(logits), len(logits)))
+        wrong = _disagreements(logits, tokens[number * STRIDE + 1 :])
+        runs.append((wrong[0] if wrong else len(logits), len(logits)))
     return runs
+
+
+def _disagreements(logits: Tensor, tokens: Sequence[int]) -> list[int]:
+    """Rows whose greedy choice is not the token at their place."""
+    best = logits.float().cpu()
+    chosen = (best == best.amax(-1, keepdim=True)).int().argmax(-1)
+    wrong: list[int] = torch.nonzero(chosen != torch.tensor(tokens[: len(logits)])).flatten().tolist()
+    return wrong
 
 
 def accepted_mean(runs: Sequence[tuple[int, int]], window: int) -> float | None:

@@ -129,14 +129,17 @@ def _until(tokens: int, texts: Any) -> str:
 _RECIPES: dict[str, tuple[Callable[[int], str], str, Grammar | None]] = {
     "code": (
         _code,
-        "Write a Python function merge_sorted(left, right) that merges two sorted lists. Answer with the code only.",
+        "Write a Python function that returns the largest of three numbers.",
         "python",
     ),
     "summary": (_prose, "Sum up the text above in a few sentences.", None),
     "question": (_records, "Who keeps the place of record 12, which place is it, and when was it opened?", None),
     "tool-call": (
         _tools,
-        'What will the weather be in Oslo on 2026-05-17? Answer with a JSON object only: {"name": ..., "arguments": ...}.',
+        (
+            "Question: What will the weather be in Oslo on 2026-05-17? Answer only with the call as JSON. "
+            'Example: {"name": "find_order", "arguments": {"title": "Lamp", "amount": 3}}'
+        ),
         "json",
     ),
 }

@@ -6,7 +6,7 @@ request with the same prompt: it then does what it would have done after a prefi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,15 @@ class Memo:
         return self.inner.restore(tokens, layers, descriptors)
 
 
+Tell = Callable[[str], None]
+"""Told where a run stands, after every step."""
+
+
 class KeptKV(FullKV):
-    """Full KV that outlives its request; :meth:`free` ends it."""
+    """Full KV that outlives its request, sliding windows complete, since rows are copied from it; :meth:`free` ends it."""
+
+    def advance(self, rows: int, keep_window: bool = False) -> None:
+        super().advance(rows, keep_window=True)
 
     def close(self) -> None:
         self.close_step()
@@ -73,15 +80,48 @@ class KeptKV(FullKV):
         super().close()
 
 
-def new_request(engine: Engine, prompt: BenchPrompt, tokens: int, compressor: Compressor | None, full: FullKV) -> Request:
+class LongFirstRound(Request):
+    """A request whose first round drafts to the end: what decoding with the compressed KV alone would write.
+
+    The verify that follows rejects what is wrong with it, so the output is what it always is.
+
+    Attributes:
+        lossy: the tokens of that decoding; the first one comes from the prefill.
+    """
+
+    ends: Sequence[int] = ()
+    lossy: tuple[int, ...] = ()
+
+    @property
+    def target(self) -> int:
+        if self.metrics.rounds:
+            return super().target
+        ended = bool(self.drafts) and self.drafts[-1] in self.ends
+        return len(self.drafts) if ended else self.params.max_new_tokens - len(self.generated)
+
+    def take_draft(self, logits: Tensor) -> None:
+        super().take_draft(logits)
+        if not self.metrics.rounds:
+            self.lossy = (*self.generated, *self.drafts)
+
+
+def new_request(
+    engine: Engine,
+    prompt: BenchPrompt,
+    tokens: int,
+    compressor: Compressor | None,
+    full: FullKV,
+    kind: type[Request] = Request,
+) -> Request:
     """A greedy request that records its logits."""
     params, adapter, tokenizer = SamplingParams(max_new_tokens=tokens), engine.adapter, engine.tokenizer
     ends = ending_ids(adapter.model, tokenizer)
     decode: Any = None if tokenizer is None else TextDecoder(tokenizer)
     chooser = TokenChooser(params, prompt.token_ids, ends, adapter.vocab_size)
-    request = Request(
-        prompt.token_ids, params, chooser, OutputBuffer(params, ends, decode), full, compressor, engine.config.window
-    )
+    output = OutputBuffer(params, ends, decode)
+    request = kind(prompt.token_ids, params, chooser, output, full, compressor, engine.config.window)
+    if isinstance(request, LongFirstRound):
+        request.ends = ends
     request.protected, request.logits = prompt.protected, []
     request.metrics.compressor = None if compressor is None else compressor.name
     return request
@@ -111,16 +151,27 @@ def copy_prefix(source: FullKV, target: FullKV, tokens: int) -> None:
     target.advance(tokens)
 
 
-def run_all(engine: Engine, requests: Sequence[Request]) -> None:
+def run_all(engine: Engine, requests: Sequence[Request], tell: Tell) -> None:
     """Run requests side by side to their ends."""
     try:
         for request in requests:
             engine.loop.add(request)
         while any(not request.finished for request in requests):
             engine.loop.step()
+            tell(_standing(requests))
     finally:
         for request in requests:
             engine.loop.remove(request)
+
+
+def _standing(requests: Sequence[Request]) -> str:
+    prompt, done = (
+        sum(count) for count in zip(*((r.prompt_tokens, min(r.full.tokens, r.prompt_tokens)) for r in requests), strict=True)
+    )
+    if done < prompt:
+        return f"{done} of {prompt} prompt tokens"
+    new, drafted = sum(len(r.generated) for r in requests), sum(len(r.drafts) for r in requests)
+    return f"{new} tokens decoded" + (f", {drafted} drafted" if drafted else "")
 
 
 def generated_rows(full: FullKV, start: int) -> list[tuple[Tensor, Tensor]]:

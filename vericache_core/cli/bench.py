@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from vericache_core.cli import bench_throughput
 from vericache_core.cli.output import note, print_table
@@ -19,17 +18,19 @@ from vericache_core.plugins.registry import Registry, set_default_registry
 
 if TYPE_CHECKING:
     from vericache_core.bench.compressors import Row, Setting
+    from vericache_core.bench.prompts import BenchPrompt
 
-SCHEMA: Final = "vericache.bench.compressors/1"
 DEFAULTS: Final = (
     "random:keep=0.25",
     "snapkv:keep=0.5",
     "snapkv:keep=0.25",
+    "snapkv:keep=0.1",
     "kvzip:keep=0.25",
     "kivi:bits=4",
     "kivi:bits=2",
     "turboquant:bits=4",
     "turboquant:bits=3",
+    "turboquant:bits=2",
     "snapkv+kivi:snapkv.keep=0.5,kivi.bits=4",
 )
 """Settings that are measured when none is named; those whose compressor is not installed are left out."""
@@ -74,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     table.add_argument("--no-plugins", action="store_true", help="only the compressors inside the core")
     table.add_argument("--json", action="store_true", help="one JSON object a line")
     table.add_argument("--markdown", metavar="FILE", help="write the table there, too")
+    table.add_argument(
+        "--lines", metavar="FILE", help="append each row as a JSON line, and do not measure again what is there already"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,24 +92,51 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args.settings, registry)
 
     from vericache_core.bench.compressors import bench_compressors
+    from vericache_core.bench.lines import SCHEMA, LinesFile, as_line
     from vericache_core.bench.prompts import build_prompts
     from vericache_core.engine import Engine
 
     config = EngineConfig(dtype=args.dtype, threads=args.threads, window=args.window)
+    run = {"context": args.context, "new_tokens": args.new_tokens, "window": args.window, "dtype": args.dtype}
+    head = {"schema": SCHEMA, "model": args.model, "run": run}
+    lines = LinesFile(args.lines, head)
     rows: list[Row] = []
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        note(" ".join(part.strip() for part in cells(row)))
+        if args.json:
+            print(as_line(head, row), flush=True)
+        if args.markdown:
+            Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
+
+    def known(setting: Setting, prompt: BenchPrompt) -> bool:
+        row = lines.find(setting, prompt.name)
+        if row is not None:
+            show(row)
+        return row is not None
+
     with Engine.from_pretrained(args.model, config) as engine:
         prompts = build_prompts(engine.tokenizer, engine.adapter.vocab_size, args.context, args.prompts)
-        for row in bench_compressors(engine, registry, settings, prompts, args.new_tokens):
-            rows.append(row)
-            note(" ".join(part.strip() for part in cells(row)))
-            if args.json:
-                line = {"schema": SCHEMA, "model": args.model, **to_json(row)}
-                print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)
-            if args.markdown:
-                Path(args.markdown).write_text(markdown(rows), encoding="utf-8")
+        for row in bench_compressors(engine, registry, settings, prompts, args.new_tokens, _Seldom(), known):
+            lines.add(row)
+            show(row)
     if not args.json:
         print_table(_HEADER, [cells(row) for row in rows])
     return 0 if all(row.identical for row in rows) else 1
+
+
+class _Seldom:
+    """Says on standard error where the measurement stands: each new stage, and every ten seconds of one."""
+
+    def __init__(self) -> None:
+        self._stage, self._next = "", 0.0
+
+    def __call__(self, text: str) -> None:
+        stage, now = text.rpartition(":")[0], time.monotonic()
+        if stage != self._stage or now >= self._next:
+            self._stage, self._next = stage, now + 10
+            note(text)
 
 
 def _settings(given: Sequence[str] | None, registry: Registry) -> list[Setting]:
@@ -125,13 +156,6 @@ def _settings(given: Sequence[str] | None, registry: Registry) -> list[Setting]:
         registry.check_options(name, pairs)
         found.append(Setting(name, pairs))
     return found
-
-
-def to_json(row: Row) -> dict[str, Any]:
-    """A row as JSON types."""
-    plain = asdict(row)
-    plain["accepted_mean"] = {str(window): value for window, value in row.accepted_mean.items()}
-    return plain
 
 
 def cells(row: Row) -> list[str]:
