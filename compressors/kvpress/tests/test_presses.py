@@ -301,6 +301,10 @@ def test_presses_that_read_again_refuse_layers_that_they_do_not_know(model: Any)
             compressor.check_layers(mixed)
         with pytest.raises(CompressorFault, match=name):
             compressor.compress(prefix, context)
+        none = [dataclasses.replace(layer, rotary_dim=0, rope_theta=None) for layer in mixed]
+        compressor.check_layers(none)
+        left = compressor.compress(PrefixView.from_tensors(none, [k for k, _ in rows], [v for _, v in rows], IDS), context)
+        assert left.layers == (None, None, None)
     made = KvpressCompressor("dms", options("dms")).compress(prefix, context)
     assert [layer is None for layer in made.layers] == [False, False, True]
 

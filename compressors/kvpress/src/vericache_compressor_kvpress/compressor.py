@@ -33,11 +33,12 @@ class KvpressCompressor(TokenDropCompressor):
     A prompt shorter than the press accepts (its window or its sinks) survives whole, without a pass; so does none.
 
     Layers stay uncompressed that have a sliding window or whose keys are not rotated over their whole width: presses
-    rotate queries again and know no other way. A press that runs the model again refuses models with such layers.
+    rotate queries again and know no other way. A press that runs the model again refuses models in which some
+    layers are such and some are not.
 
     Raises:
         OptionError: ``compression_ratios`` by layer that are not as many as the model has layers, or a press that runs
-            the model again and a layer that it does not know.
+            the model again and layers of which it knows only some.
         MissingDependencyError: kvpress is not installed.
         CompressorFault: the press fails on this model or prompt (kvpress's own message is the cause).
     """
@@ -61,12 +62,12 @@ class KvpressCompressor(TokenDropCompressor):
         if self.entry.budget == "layers" and ratios and len(ratios) != len(layers):
             raise OptionError(f"{self.name}: {len(ratios)} compression_ratios for {len(layers)} layers")
         if self.entry.route in ("reconstruct", "replay"):
-            for layer in layers:
-                if not self.supports(layer):
-                    raise OptionError(
-                        f"{self.name} reads every layer of the model, and does not know layer {layer.index}",
-                        cause="it has a sliding window, or keys that are not rotated over their whole width",
-                    )
+            unknown = [layer.index for layer in layers if not self.supports(layer)]
+            if 0 < len(unknown) < len(layers):
+                raise OptionError(
+                    f"{self.name} reads every layer of the model at once, and does not know layer {unknown[0]}",
+                    cause="it has a sliding window, or keys that are not rotated over their whole width",
+                )
 
     @property
     def needs(self) -> Needs:
@@ -128,6 +129,8 @@ class KvpressCompressor(TokenDropCompressor):
     def _reread(self, press: Any, prefix: PrefixView, context: CompressContext) -> dict[int, list[Tensor]]:
         """What a press keeps that runs the model again."""
         self.check_layers(prefix.layers)
+        if not any(self.supports(layer) for layer in prefix.layers):
+            return {}
         kept = self.options.kept_tokens(prefix.tokens)
         if self.entry.route == "replay":
             return read_twice(press, context.model(), prefix.token_ids, kept)

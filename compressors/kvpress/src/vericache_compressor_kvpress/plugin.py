@@ -22,7 +22,14 @@ def vericache_compressors() -> Iterable[CompressorSpec]:
             kind="token-drop",
             api_version=1,
             summary=f"{press.class_name} of kvpress: {press.summary}",
-            capabilities={"sliding_window": "no", "extend": "yes", "rollback": "yes", "residual": "yes", "ragged_heads": "yes"},
+            capabilities={
+                "sliding_window": "no",
+                "partial_rotary": "no",
+                "extend": "yes",
+                "rollback": "yes",
+                "residual": "yes",
+                "ragged_heads": "yes",
+            },
         )
         for name, press in PRESSES.items()
     ]
