@@ -92,6 +92,8 @@ def test_one_json_row_per_system_and_workload(capsys: pytest.CaptureFixture[str]
     assert "src=" not in page
 
     table = Path(files["markdown"]).read_text(encoding="utf-8")
+    order = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| easy")]
+    assert order == [*names, "transformers"]  # whoever was skipped first
     assert table.count("\n| ") + 1 == 13
     assert main(["bench", "throughput", "--render", files["lines"], "--json"]) == 0
     assert {json.dumps(json.loads(line)) for line in capsys.readouterr().out.splitlines()} == {json.dumps(row) for row in rows}

@@ -232,6 +232,7 @@ def _conditions(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
         "repeats": args.repeats,
         "threads": config.threads or torch.get_num_threads(),
         "cpus": os.cpu_count(),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "device": device,
         "attention": choose_attention(config.attention, torch.device(device))[0],
         "dtype": config.dtype,

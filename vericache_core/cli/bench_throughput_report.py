@@ -47,7 +47,10 @@ class Report:
             self._print(record)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [self._row(record) for record in self.records]
+        """One row each, workload by workload, systems in their own order whoever was first to have figures."""
+        workloads = list(dict.fromkeys(record.workload for record in self.records))
+        ordered = sorted(self.records, key=lambda record: (workloads.index(record.workload), record.place))
+        return [self._row(record) for record in ordered]
 
     def _row(self, record: Record) -> dict[str, Any]:
         plain = next((r for r in self.records if (r.system, r.workload) == (PLAIN, record.workload)), None)

@@ -31,7 +31,10 @@ def contest(
 def _workload(
     systems: Sequence[System], workload: Workload, repeats: int, draw: random.Random, tell: Tell
 ) -> Iterator[tuple[Record, int | None, bool]]:
-    records = {id(system): Record(system.name, workload.name, system.lossless, facts(workload)) for system in systems}
+    records = {
+        id(system): Record(system.name, workload.name, system.lossless, place, facts(workload))
+        for place, system in enumerate(systems)
+    }
     able: list[System] = []
     try:
         for system in systems:

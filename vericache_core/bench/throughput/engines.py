@@ -131,7 +131,7 @@ class EngineSystem:
         try:
             self._engine = self.shop.engine(changes, self._link)
         except ConfigError as error:
-            raise Unavailable(f"the engine does not take it: {error.message}") from error
+            raise Unavailable(f"the engine does not take it: {error.message.removeprefix('replace(): ')}") from error
         self._link.bytes_per_second = None
         if workload.slowdown is not None:
             self._link.bytes_per_second = self.shop.memory_bandwidth() / workload.slowdown
@@ -170,6 +170,8 @@ class EngineSystem:
                 hidden.append((share, sum(end - start for start, end, _ in self._link.swaps)))
         peak = max(wave.peak_device_bytes for wave in waves)
         swap_seconds = sum(seconds for _, seconds in hidden)
+        if self.lossy:
+            notes.append("drafts without verify: the first token is the full KV's, all others the compressed KV's")
         if len(waves) > 1:
             notes.append(f"{len(waves)} waves, so that device KV stays below its cap")
         return Measured(

@@ -37,6 +37,7 @@ class Lines:
             "system": record.system,
             "workload": record.workload,
             "lossless": record.lossless,
+            "place": record.place,
             "facts": dict(record.facts),
         }
         if repetition is None:
@@ -66,7 +67,8 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[Record]]:
         if found is None:
             continue
         key = (found["workload"], found["system"])
-        record = records.setdefault(key, Record(found["system"], found["workload"], found["lossless"], found["facts"]))
+        made = Record(found["system"], found["workload"], found["lossless"], found["place"], found["facts"])
+        record = records.setdefault(key, made)
         if "run" in found:
             record.runs[found["repetition"]] = Measured.from_json(found["run"])
         else:

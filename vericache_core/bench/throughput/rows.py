@@ -15,11 +15,12 @@ PLAIN = "plain"
 
 @dataclass
 class Record:
-    """All runs of one system on one workload, and why there are none or no more."""
+    """All runs of one system on one workload, and why there are none or no more; ``place`` is the system's in the table."""
 
     system: str
     workload: str
     lossless: bool
+    place: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     runs: dict[int, Measured] = field(default_factory=dict)
     problem: str | None = None
