@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -310,6 +311,17 @@ def test_a_group_that_does_not_divide_head_dim_is_refused_before_anything_runs()
     with pytest.raises(OptionError, match="group=32"):
         KiviCompressor().compress(Case(5).span(0, 5), CONTEXT)
     KiviCompressor().check_layers([descriptor(0, dim=80, value_dim=64)])  # keys are grouped along tokens
+
+
+@pytest.mark.parametrize(("dim", "group"), [(80, 16), (20, 4), (60, 12), (30, None), (6, None), (1, None)])
+def test_the_group_hinted_at_is_one_that_works(dim: int, group: int | None) -> None:
+    options = KiviOptions(group=96, residual=96)
+    layers = [descriptor(0, dim=dim, value_dim=dim)]
+    with pytest.raises(OptionError, match="group=96") as caught:
+        KiviCompressor(options).check_layers(layers)
+    assert caught.value.hint == ("no group fits; use another compressor" if group is None else f"try group={group}")
+    if group is not None:
+        KiviCompressor(dataclasses.replace(options, group=group)).check_layers(layers)
 
 
 @pytest.mark.parametrize(

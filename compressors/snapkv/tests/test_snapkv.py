@@ -254,6 +254,14 @@ def test_what_is_not_finite_is_refused_by_name(bad: float, part: str) -> None:
         case.compress()
 
 
+def test_products_beyond_float32_are_refused_by_name() -> None:
+    """Every logit is finite in float64, no softmax of them is in float32: an error, never an arbitrary choice."""
+    case = Case(50)
+    case.keys[1][0, :20, 3], case.queries[1][:, -4:] = 3e37, 1e4
+    with pytest.raises(CompressorFault, match="snapkv: score of layer 1 contains NaN"):
+        case.compress()
+
+
 def test_queries_of_the_wrong_shape_are_refused() -> None:
     case = Case(50)
     case.queries[2] = case.queries[2][:2]

@@ -44,7 +44,7 @@ class KiviCompressor(QuantizationCompressor):
         if layer.value_dim % group:
             raise OptionError(
                 f"{self.name}: group={group} does not divide the value head dimension {layer.value_dim} of layer {layer.index}",
-                hint=f"try group={math.gcd(layer.value_dim, group)}",
+                hint=_fitting(math.gcd(layer.value_dim, group), min(self.options.key_width, self.options.value_width)),
             )
         return ValueCodec(self.options.value_width, group, f"{self.name}: values of layer {layer.index}")
 
@@ -53,3 +53,9 @@ class KiviCompressor(QuantizationCompressor):
 
     def value_boundary(self, tokens: int) -> int:
         return max(0, tokens - self.options.residual)
+
+
+def _fitting(common: int, bits: int) -> str:
+    """Hint at the largest group that divides ``common`` and that the options allow."""
+    legal = [group for group in range(4, common + 1) if common % group == 0 and group * bits % 8 == 0]
+    return f"try group={legal[-1]}" if legal else "no group fits; use another compressor"
