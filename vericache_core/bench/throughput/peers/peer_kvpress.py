@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ class Peer:
         self._press = kvpress.SnapKVPress(compression_ratio=1.0 - KEEP)
         load = self._transformers.AutoModelForCausalLM.from_pretrained
         self._model = load(model, dtype=getattr(self._torch, dtype), attn_implementation="sdpa").eval()
+        # Newer releases of transformers have another name for it.
+        self._cache_name = "cache" if "cache" in inspect.signature(self._model.forward).parameters else "past_key_values"
         self.about = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
@@ -36,15 +39,15 @@ class Peer:
                 ids = self._torch.tensor([list(prompt)])
                 started = time.perf_counter()
                 with self._press(self._model):
-                    logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                    logits = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits
                 made = [int(logits[0, -1].argmax())]
                 middle = time.perf_counter()
                 for position in range(len(prompt), len(prompt) + new_tokens - 1):
                     logits = self._model(
                         input_ids=self._torch.tensor([[made[-1]]]),
                         position_ids=self._torch.tensor([[position]]),
-                        past_key_values=cache,
                         use_cache=True,
+                        **{self._cache_name: cache},
                     ).logits
                     made.append(int(logits[0, -1].argmax()))
                 prefill, decode = prefill + middle - started, decode + time.perf_counter() - middle
