@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from vericache_conform import isolation
 from vericache_conform.cli.main import COMMANDS, main
 from vericache_conform.report.model import read_report
 from vericache_core.errors import PluginLoadError, UsageError
+from vericache_core.plugins.testing import on_path, write_distribution
 
 
 def test_run_shows_a_failure_writes_every_report_and_replays_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +113,35 @@ def test_a_killed_run_leaves_no_report_that_looks_complete(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["stdout.jsonl"]
     with pytest.raises(UsageError, match="not complete"):
         read_report(stream)
+
+
+BROKEN = {
+    "raising": "raise RuntimeError('no\\nway')",
+    "exiting": "import os; os._exit(7)",
+    "hanging": "import time; time.sleep(1000)",
+    "printing": "print('hello')",  # and describes nothing
+}
+
+
+def test_a_plugin_that_does_not_load_fails_and_the_rest_of_the_run_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, source in BROKEN.items():
+        module = f"vericache_compressor_{name}"
+        write_distribution(tmp_path, f"vericache-compressor-{name}", {name: module}, {f"{module}/__init__": source})
+    monkeypatch.setattr(isolation, "START_ALLOWANCE", 20.0)
+    with on_path(tmp_path):
+        code = main(["run", *BROKEN, "identity", "--check", "C-17", "--json"])
+    assert code == 1
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]  # nothing else was printed
+    assert [entry["loaded"] for entry in lines[0]["subjects"]] == [False, False, False, False, True]
+    found = {(line["subject"], line["check"]): line for line in lines[1:-1]}
+    for name, words in (("raising", "no way"), ("exiting", "exit status 7"), ("hanging", "within 20 s"), ("printing", "")):
+        assert found[name, "S-01"]["outcome"] == "fail"
+        assert words in found[name, "S-01"]["message"]
+        assert found[name, "C-17"]["outcome"] == "skip"
+    assert found["identity", "C-17"]["outcome"] == "pass"
+    assert lines[-1]["summary"] == "1 passed, 4 failed, 4 skipped"
 
 
 def test_list_explain_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vericache_conform.case import Case, attempt
+from vericache_conform.catalogue import find_check
 from vericache_conform.check import Check
 from vericache_conform.checks.runtime_company import Rounds, same_drafts
 from vericache_conform.execute import Settings, execute
@@ -181,6 +182,13 @@ def test_a_subject_that_lives_in_this_process_only_is_an_undeclared_skip() -> No
     assert not report.results[0].declared
     assert report.passed
     assert report.level("local") == "passed"
+
+
+def test_a_model_that_cannot_be_loaded_is_no_fault_of_the_compressor(subject: Subject, tmp_path: Path) -> None:
+    found = execute(find_check("M-01"), subject, Settings(model=str(tmp_path / "nowhere")))
+    assert (found.outcome, found.example) == ("error", None)
+    assert "could not be loaded" in found.message
+    assert len(found.message.splitlines()) == 1
 
 
 def test_drafts_are_compared_where_they_start_at_the_same_place() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from vericache_conform.api import check_compressor
 from vericache_conform.outcome import Result
-from vericache_conform.report.compare import changes, leaderboard
+from vericache_conform.report.compare import changes, leaderboard, measured
 from vericache_conform.report.html import html_page
 from vericache_conform.report.junit import junit_xml
 from vericache_conform.report.markdown import markdown
@@ -134,6 +134,13 @@ def test_markdown_and_leaderboard(good: Report, bad: Report) -> None:
     assert "| C-04 | fail |" in text
     board = leaderboard([bad, good])
     assert [row["compressor"] for row in board] == ["healthy-drop", "float-budget"]
+
+
+def test_what_a_real_model_accepts_comes_before_what_random_weights_do() -> None:
+    facts = {"R-08": 0.01, "M-01": 0.8, "P-01": 0.02}
+    results = [Result(check, "it", "pass", facts={"acceptance": share}) for check, share in facts.items()]
+    results.append(Result("P-01", "it", "pass", facts={"compress_seconds": 0.5}))
+    assert measured(results) == {"acceptance": 0.8, "compress_seconds": 0.5, "compress_ms": 500.0}
 
 
 def test_changes_between_two_runs(good: Report) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vericache_conform.case import Case
 from vericache_conform.check import ANY, Check
-from vericache_conform.outcome import Evidence, Example, Failure, Result, Skip
+from vericache_conform.outcome import Evidence, Example, Failure, Result, Skip, Unable
 from vericache_conform.subject import Subject
 from vericache_core.errors import VeriCacheError
 
@@ -66,6 +66,8 @@ def _run(check: Check, case: Case) -> Result:
     except Failure as failure:
         facts = {**case.facts, **failure.facts}
         return Result(check.id, name, "fail", failure.message, example=failure.example, facts=facts)
+    except Unable as error:
+        return Result(check.id, name, "error", str(error))
     except MemoryError:
         return Result(check.id, name, "error", "out of memory")
     except RecursionError as error:

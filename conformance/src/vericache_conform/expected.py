@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,14 @@ class Expectations:
     path: str = ""
     expected: Mapping[str, Expected] = field(default_factory=dict)
     declared: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types; :meth:`from_json` gives an equal object back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Expectations:
+        return cls(plain["path"], {name: Expected(**entry) for name, entry in plain["expected"].items()}, plain["declared"])
 
     def apply(self, result: Result, version: str = "") -> Result:
         """The result under these expectations: a failure that was expected, a pass that was not, or as it is."""
@@ -102,7 +110,7 @@ def read_expectations(path: Path, checks: Mapping[str, Any]) -> Expectations:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read", cause=str(error)) from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

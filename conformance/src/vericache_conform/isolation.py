@@ -50,13 +50,28 @@ class Worker:
             "path": [entry for entry in sys.path if entry],
             "seed": settings.seed,
             "model": settings.model,
-            "declared": {key: dict(value) for key, value in settings.declared.items()},
             "memory": memory,
             "expected": expected,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._fresh = True
+
+    def describe(self) -> dict[str, Any]:
+        """What the worker found when it loaded the subject: ``subject`` and ``expectations``, or a ``problem``."""
+        process = self._started()
+        try:
+            line = self._lines.get(timeout=START_ALLOWANCE)
+        except queue.Empty:
+            self.close()
+            return {"problem": f"it does not load within {START_ALLOWANCE:g} s"}
+        if line is None:
+            code = process.wait()
+            self.close()
+            return {"problem": f"the process died while it was loaded ({_cause(code)})"}
+        self._fresh = False
+        found: dict[str, Any] = json.loads(line)
+        return found
 
     def run(self, check: Check, only: Example | None = None) -> Result:
         """The result of one check, or an error that says how the worker ended."""

@@ -43,6 +43,10 @@ class Skip(Exception):
         self.reason, self.declared = reason, declared
 
 
+class Unable(Exception):
+    """The check cannot be carried out, and that is not the compressor's fault: an error, not a failure."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What a check that passed has to show: a pass without it is an error.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vericache_conform.catalogue import all_checks
+from vericache_conform.catalogue import all_checks, find_check
 from vericache_conform.check import Check
 from vericache_conform.execute import Settings, execute
 from vericache_conform.expected import Expectations, Expected, read_expectations
@@ -20,6 +20,7 @@ from vericache_conform.subject import Subject, expectations_file, resolve, versi
 from vericache_core.errors import ConfigError, VeriCacheError
 from vericache_core.plugins.passport import digest_of
 
+NOT_LOADED = "the compressor does not load, see S-01"
 Listener = Callable[[Result, int, int], None]
 """Called after each result with it, how many are done, and how many there will be."""
 
@@ -49,25 +50,64 @@ class Plan:
 
 def run_isolated(plan: Plan, listen: Listener | None = None, started: Callable[[Report], None] | None = None) -> Report:
     """Run in worker processes, one per compressor; whatever happens in one, the rest of the run completes."""
-    subjects = [_found(ref, plan) for ref in plan.refs]
-    report = _begin(plan, subjects)
+    loaded = [_load(ref, plan, keep=number == 0) for number, ref in enumerate(plan.refs)]
+    report = _begin([entry.described for entry in loaded], plan)
     if started is not None:
         started(report)
-    done = 0
-    for ref, (subject, problem) in zip(plan.refs, subjects, strict=True):
-        name = ref if subject is None else subject.name
-        expectations = expectations_of(subject)
-        settings = Settings(plan.seed, plan.model, {name: expectations.declared})
-        expected = None if plan.expected is None else str(plan.expected)
-        with Worker(ref, name, plan.options, settings, plan.memory, plan.timeout_factor, expected) as worker:
-            for check in plan.checks:
-                if subject is None:
-                    outcome = Result(check.id, name, "fail" if check.id == "S-01" else "skip", problem)
+    jobs = [(entry, _checks_for(entry, plan)) for entry in loaded]
+    total, done = sum(len(checks) for _, checks in jobs), 0
+    for entry, checks in jobs:
+        name = entry.described["name"]
+        with entry.worker as worker:
+            for check in checks:
+                if entry.problem:
+                    failed = check.id == "S-01"
+                    outcome = Result(check.id, name, "fail" if failed else "skip", entry.problem if failed else NOT_LOADED)
                 else:
                     outcome = worker.run(check)
                 done += 1
-                _take(report, outcome, expectations, subject, listen, done, len(plan.refs) * len(plan.checks))
+                _take(report, outcome, entry.expectations, entry.described.get("version", ""), listen, done, total)
     return report
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A compressor as its worker found it.
+
+    Attributes:
+        worker: where its checks run; it may have to start again.
+        described: for the header of the report.
+        expectations: see :func:`expectations_of`.
+        problem: why it does not load, or empty.
+    """
+
+    worker: Worker
+    described: Mapping[str, Any]
+    expectations: Expectations
+    problem: str
+
+
+def _load(ref: str, plan: Plan, *, keep: bool) -> _Loaded:
+    """Let a worker load the compressor: whatever that does (hang, print, exit), it does not do it to this process."""
+    expected = None if plan.expected is None else str(plan.expected)
+    settings = Settings(plan.seed, plan.model)
+    worker = Worker(ref, ref, plan.options, settings, plan.memory, plan.timeout_factor, expected)
+    found = worker.describe()
+    if not keep:  # for a long list of names one process each would fill the memory
+        worker.close()
+    if found["problem"]:
+        described = {"name": ref, "ref": ref, "loaded": False}
+        return _Loaded(worker, described, Expectations(), found["problem"])
+    worker.name = found["subject"]["name"]
+    return _Loaded(worker, found["subject"], Expectations.from_json(found["expectations"]), "")
+
+
+def _checks_for(entry: _Loaded, plan: Plan) -> list[Check]:
+    """The checks of the plan; for what does not load S-01 too, so that the run fails whatever was asked for."""
+    checks = list(plan.checks)
+    if entry.problem and all(check.id != "S-01" for check in checks):
+        checks.insert(0, find_check("S-01"))
+    return checks
 
 
 def run_inline(subject: Subject, checks: Sequence[Check], settings: Settings, listen: Listener | None = None) -> Report:
@@ -75,10 +115,10 @@ def run_inline(subject: Subject, checks: Sequence[Check], settings: Settings, li
     expectations = expectations_of(subject)
     settings = Settings(settings.seed, settings.model, {subject.name: expectations.declared, **settings.declared})
     plan = Plan([subject.ref or subject.name], checks, subject.options, settings.seed, settings.model)
-    report = _begin(plan, [(subject, "")])
+    report = _begin([describe(subject)], plan)
     started = time.perf_counter()
     for number, check in enumerate(checks, 1):
-        _take(report, execute(check, subject, settings), expectations, subject, listen, number, len(checks))
+        _take(report, execute(check, subject, settings), expectations, version_of(subject), listen, number, len(checks))
     report.finish(exit_status(report), time.perf_counter() - started)
     return report
 
@@ -98,32 +138,19 @@ def _take(
     report: Report,
     result: Result,
     expectations: Expectations,
-    subject: Subject | None,
+    version: str,
     listen: Listener | None,
     done: int,
     total: int,
 ) -> None:
-    applied = expectations.apply(result, "" if subject is None else version_of(subject))
+    applied = expectations.apply(result, version)
     report.results.append(applied)
     if listen is not None:
         listen(applied, done, total)
 
 
-def _found(ref: str, plan: Plan) -> tuple[Subject | None, str]:
-    """The subject, or why there is none; an installed plugin is not loaded in this process when it can be avoided."""
-    try:
-        subject = resolve(ref, plan.options)
-        subject.expected_file = plan.expected or subject.expected_file
-        subject.spec  # noqa: B018  # loads the plugin: an unknown name must be told from a failed check
-    except Exception as error:  # noqa: BLE001  # whatever a plugin raises becomes a failed S-01
-        return None, str(error)
-    return subject, ""
-
-
-def expectations_of(subject: Subject | None) -> Expectations:
+def expectations_of(subject: Subject) -> Expectations:
     """What is expected and declared for a compressor: its conformance.toml, and its plugin's hook."""
-    if subject is None:
-        return Expectations()
     if len(subject.parts) > 1:
         return Expectations(declared=_bound_of_part(subject))
     path = expectations_file(subject)
@@ -150,16 +177,13 @@ def _bound_of_part(subject: Subject) -> dict[str, Any]:
     return {key: value for key, value in declared.items() if key == "max_relative_error"}
 
 
-def _begin(plan: Plan, subjects: Iterable[tuple[Subject | None, str]]) -> Report:
-    described = [_describe(ref, subject) for ref, (subject, _) in zip(plan.refs, subjects, strict=True)]
+def _begin(described: Sequence[Mapping[str, Any]], plan: Plan) -> Report:
     required = [check.id for check in all_checks().values() if check.tier in CERTIFYING_TIERS]
-    facts = run_facts(plan.seed, plan.model)
-    return Report(new_header(described, plan.checks, facts, required))
+    return Report(new_header(described, plan.checks, run_facts(plan.seed, plan.model), required))
 
 
-def _describe(ref: str, subject: Subject | None) -> dict[str, Any]:
-    if subject is None:
-        return {"name": ref, "ref": ref, "loaded": False}
+def describe(subject: Subject) -> dict[str, Any]:
+    """The entry of a compressor in the header of a report; loads it."""
     spec = subject.spec
     return {
         "name": subject.name,

@@ -27,18 +27,21 @@ def main() -> int:
     from vericache_conform.catalogue import all_checks, find_check
     from vericache_conform.execute import Settings, execute
     from vericache_conform.outcome import Result
+    from vericache_conform.runner import NOT_LOADED, describe, expectations_of
     from vericache_conform.subject import resolve
-    from vericache_core.errors import VeriCacheError
 
     all_checks()  # imported before the clock of the first check starts
-    settings = Settings(first["seed"], first["model"], first["declared"])
+    ready: dict[str, Any] = {"problem": ""}
     try:
         subject = resolve(first["ref"], first["options"])
         if first["expected"]:
             subject.expected_file = Path(first["expected"])
-    except VeriCacheError as error:
-        subject, problem = None, str(error)
-    replies.write(json.dumps({"ready": True}) + "\n")
+        expectations = expectations_of(subject)
+        ready |= {"subject": describe(subject), "expectations": expectations.to_json()}
+        settings = Settings(first["seed"], first["model"], {subject.name: expectations.declared})
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a plugin raises becomes a failed S-01
+        subject, ready["problem"] = None, " ".join(str(error).split()) or type(error).__name__
+    replies.write(json.dumps(ready, default=str) + "\n")
     replies.flush()
     for line in orders:
         order = json.loads(line)
@@ -46,7 +49,8 @@ def main() -> int:
         sink.seek(0)
         sink.truncate()
         if subject is None:
-            made = Result(check.id, first["name"], "fail" if check.id == "S-01" else "skip", problem)
+            failed = check.id == "S-01"
+            made = Result(check.id, first["name"], "fail" if failed else "skip", ready["problem"] if failed else NOT_LOADED)
         else:
             made = execute(check, subject, settings, order.get("only"))
         reply = {**made.to_json(), "output": _read(sink)}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vericache_conform.case import Case, attempt
 from vericache_conform.check import check
 from vericache_conform.mismatch import require_same
-from vericache_conform.outcome import Evidence, Failure
+from vericache_conform.outcome import Evidence, Failure, Unable
 from vericache_core.config import EngineConfig
-from vericache_core.errors import VeriCacheError
+from vericache_core.errors import UnsupportedModelError, VeriCacheError
 from vericache_core.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vericache_core.engine import Engine
 
 TEXT = (
     "A lighthouse keeper on a small island writes down what she sees. In the morning fog lies over the bay and the "
@@ -36,14 +41,7 @@ TOKENS = 40
 )
 def real_model(case: Case) -> Evidence:
     """On a real model, greedy and sampled output equal plain full-cache decoding bit for bit; acceptance is reported."""
-    from vericache_core.engine import Engine  # slow to import, see bench
-
-    subject = case.subject
-    settings: dict[str, Any] = {"compressor": subject.name, "options": dict(subject.options), "full_kv": "host", "fold": 64}
-    try:
-        engine = Engine.from_pretrained(case.model, EngineConfig(**settings))
-    except VeriCacheError as error:
-        raise Failure(f"the model {case.model!r} cannot be used: {error}") from error
+    engine = _engine(case)
     totals = {"drafted": 0, "accepted": 0, "tokens": 0}
     share = 1.0
 
@@ -71,3 +69,23 @@ def real_model(case: Case) -> Evidence:
         tried = case.for_each(examples, body)
     acceptance = round(totals["accepted"] / max(1, totals["drafted"]), 4)
     return Evidence(tried, {**totals, "acceptance": acceptance, "bytes_share": round(share, 4), "model": case.model})
+
+
+def _engine(case: Case) -> Engine:
+    """The real model with the compressor under test, out of the registry that holds it."""
+    from vericache_core.engine import Engine  # slow to import, see bench
+    from vericache_core.model.load import load_model
+
+    subject = case.subject
+    try:
+        dtype = torch.bfloat16 if case.model == "demo" else None
+        model, tokenizer = load_model(case.model, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    except VeriCacheError as error:
+        raise Unable(str(error)) from error
+    settings: dict[str, Any] = {"compressor": subject.name, "options": dict(subject.options), "full_kv": "host", "fold": 64}
+    try:
+        return Engine(model, tokenizer, EngineConfig(**settings), subject.registry)
+    except UnsupportedModelError as error:
+        raise Unable(f"the model {case.model!r} is refused: {error}") from error
+    except VeriCacheError as error:
+        raise Failure(f"the engine refuses the compressor on {case.model!r}: {error}") from error

@@ -13,9 +13,6 @@ from vericache_conform.check import Check, Tier
 from vericache_conform.execute import Settings
 from vericache_conform.isolation import DEFAULT_MEMORY, Worker
 from vericache_conform.mutants.catalogue import MUTANTS, Mutant
-from vericache_conform.runner import expectations_of
-from vericache_conform.subject import resolve
-from vericache_core.errors import VeriCacheError
 
 CONTAINED_FACTOR = 0.25
 """Mutants that hang are given a quarter of the usual time."""
@@ -114,17 +111,8 @@ def toothless(rows: Sequence[Row]) -> list[str]:
 
 def _run(mutant: Mutant, checks: Sequence[Check]) -> Row:
     row, started = Row(mutant), time.perf_counter()
-    ref = f"mutant:{mutant.name}"
-    try:
-        subject = resolve(ref) if not mutant.contained and mutant.expected else None
-        declared = dict(expectations_of(subject).declared) if subject is not None else {}
-        name = mutant.name if subject is None else subject.name
-    except VeriCacheError as error:
-        row.ran, row.caught = ["S-01"], {"S-01": str(error)}
-        return row
-    settings = Settings(declared={name: declared})
     factor = CONTAINED_FACTOR if mutant.contained else 1.0
-    with Worker(ref, name, {}, settings, DEFAULT_MEMORY, factor) as worker:
+    with Worker(f"mutant:{mutant.name}", mutant.name, {}, Settings(), DEFAULT_MEMORY, factor) as worker:
         for check in checks:
             result = worker.run(check)
             row.ran.append(check.id)
