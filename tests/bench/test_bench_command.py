@@ -40,6 +40,7 @@ FORM: dict[str, Any] = {
     "keep_bytes_fraction": (*NUMBER, MAYBE),
     "accepted_mean": dict,
     "hazard": (*NUMBER, MAYBE),
+    "hazard_by_window": dict,
     "kl_nats": (*NUMBER, MAYBE),
     "first_divergence": (int, MAYBE),
     "full_parses": (TRUTH, MAYBE),
@@ -60,6 +61,8 @@ def check_form(line: dict[str, Any]) -> None:
     assert line["accepted_mean"].keys() == (set() if line["error"] else {"4", "8", "16", "32"})
     for window, mean in line["accepted_mean"].items():
         assert mean is None or 0 <= mean <= int(window)
+    assert line["hazard_by_window"].keys() == line["accepted_mean"].keys()
+    assert all(chance is None or 0 <= chance <= 1 for chance in line["hazard_by_window"].values())
     assert line["hazard"] is None or 0 <= line["hazard"] <= 1
     assert line["kl_nats"] is None or line["kl_nats"] >= 0
 

@@ -171,6 +171,7 @@ def test_figures_of_runs() -> None:
     assert accepted_mean(runs, 5) is None
     assert hazard(runs) == 2 / 7
     assert hazard([]) is None
+    assert [hazard(runs, window) for window in (2, 4, 5)] == [2 / 5, 1 / 6, None]
 
 
 def test_ties_go_to_the_lowest_id_and_kl_is_that_of_the_definition() -> None:

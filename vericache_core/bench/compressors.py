@@ -50,7 +50,7 @@ class Row:
     Attributes:
         keep_bytes_fraction: bytes of the compressed prefix over those of the full KV it stands for.
         accepted_mean: by window, mean number of drafts accepted before the first rejection.
-        hazard: chance per draft of being the first wrong one.
+        hazard: chance per draft of being the first wrong one; ``hazard_by_window`` counts the first drafts only.
         kl_nats: mean KL(full || lossy) per drafted token.
         first_divergence: index of the first generated token in which decoding with the compressed KV alone differs
             from the full KV; ``None`` when it never does.
@@ -69,6 +69,7 @@ class Row:
     keep_bytes_fraction: float | None = None
     accepted_mean: Mapping[int, float | None] = field(default_factory=dict)
     hazard: float | None = None
+    hazard_by_window: Mapping[int, float | None] = field(default_factory=dict)
     kl_nats: float | None = None
     first_divergence: int | None = None
     full_parses: bool | None = None
@@ -179,6 +180,7 @@ def _row(
         keep_bytes_fraction=metrics.compressed_kv_bytes / metrics.compressed_from_bytes,
         accepted_mean={window: accepted_mean(runs, window) for window in WINDOWS},
         hazard=hazard(runs),
+        hazard_by_window={window: hazard(runs, window) for window in WINDOWS},
         kl_nats=divergence(blocks, torch.stack(plain.logits)),
         first_divergence=different,
         full_parses=_parses(engine, prompt, plain.generated),

@@ -123,10 +123,14 @@ def accepted_mean(runs: Sequence[tuple[int, int]], window: int) -> float | None:
     return sum(whole) / len(whole) if whole else None
 
 
-def hazard(runs: Sequence[tuple[int, int]]) -> float | None:
-    """Chance per draft of being the first that is wrong: failures over drafts that were at risk."""
-    failures = sum(run < made for run, made in runs)
-    at_risk = sum(min(run + 1, made) for run, made in runs)
+def hazard(runs: Sequence[tuple[int, int]], window: int | None = None) -> float | None:
+    """Chance per draft of being the first that is wrong: failures over drafts that were at risk.
+
+    With ``window`` of its first drafts only, over the starts that :func:`accepted_mean` counts.
+    """
+    chosen = runs if window is None else [(min(run, window), window) for run, made in runs if made >= window]
+    failures = sum(run < made for run, made in chosen)
+    at_risk = sum(min(run + 1, made) for run, made in chosen)
     return failures / at_risk if at_risk else None
 
 

@@ -12,12 +12,14 @@ from vericache_core.bench.compressors import Row, Setting
 from vericache_core.errors import UsageError
 
 SCHEMA: Final = "vericache.bench.compressors/1"
+_BY_WINDOW: Final = ("accepted_mean", "hazard_by_window")
 
 
 def as_line(head: Mapping[str, Any], row: Row) -> str:
     """A row as one JSON object; ``head`` comes first and says which schema, model and kind of run it belongs to."""
     plain = asdict(row)
-    plain["accepted_mean"] = {str(window): value for window, value in row.accepted_mean.items()}
+    for name in _BY_WINDOW:
+        plain[name] = {str(window): value for window, value in plain[name].items()}
     return json.dumps({**head, **plain}, ensure_ascii=False, allow_nan=False)
 
 
@@ -27,7 +29,8 @@ def from_line(head: Mapping[str, Any], line: str) -> Row | None:
         found = json.loads(line)
         if any(found.pop(key) != value for key, value in head.items()):
             return None
-        found["accepted_mean"] = {int(window): value for window, value in found["accepted_mean"].items()}
+        for name in _BY_WINDOW:
+            found[name] = {int(window): value for window, value in found.get(name, {}).items()}
         return Row(**found)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
