@@ -53,7 +53,7 @@ def test_one_json_row_per_system_and_workload(capsys: pytest.CaptureFixture[str]
     files = {kind: str(tmp_path / f"out.{kind}") for kind in ("markdown", "html", "lines")}
     flags = [*SMALL, "--workloads", "easy,slow-host-30", "--systems", "vericache,lossy,ngram,transformers", "--set", "rows=16"]
     written = [part for kind, path in files.items() for part in (f"--{kind}", path)]
-    code = main(["bench", "throughput", *flags, "--window", "2", "--window", "6", "--json", *written])
+    code = main(["bench", "throughput", *flags, "--window", "2", "--window", "6", "--window", "2", "--json", *written])
     caught = capsys.readouterr()
     rows = [json.loads(line) for line in caught.out.splitlines()]
     assert code == 0, caught.err
@@ -175,6 +175,7 @@ def test_a_peer_takes_part(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["--peer", "vllm"], "not of the form NAME=/path/to/python"),
         (["--peer", "vlm=/usr/bin/python3"], "did you mean 'vllm'"),
         (["--peer", "vllm=/no/python"], "/no/python is no program"),
+        (["--peer", f"vllm={sys.executable}", "--peer", f"vllm={sys.executable}"], "--peer vllm is given twice"),
         (["--peer-timeout", "0"], "--peer-timeout must be more than 0"),
         (["--lines", "/no/such/folder/x"], "cannot be written"),
         (["--lines", __file__], "exists"),

@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -92,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     contexts = _check_sizes(args)
     names = names_of(_listed(args.workloads) or DEFAULT)
     kinds = _systems(args.systems)
-    peers = [parse_peer(text) for text in args.peers or ()]
-    windows = [_window(text) for text in args.windows or ()]
+    peers = _peers(args.peers or ())
+    windows = list(dict.fromkeys(_window(text) for text in args.windows or ()))
     registry = Registry.from_env(no_plugins=args.no_plugins)
     set_default_registry(registry)
-    settings = [_setting(text, registry) for text in args.compressors or COMPRESSORS]
+    settings = [_setting(text, registry) for text in dict.fromkeys(args.compressors or COMPRESSORS)]
     config = _config(args)
 
     from vericache_core.bench.throughput.contest import contest
@@ -163,6 +164,14 @@ def _systems(text: str | None) -> list[str]:
             suffix = f"; did you mean {near!r}?" if near else ""
             raise UsageError(f"unknown system {name!r}{suffix}", hint=f"systems: {', '.join(SYSTEMS)}")
     return wanted
+
+
+def _peers(texts: Sequence[str]) -> list[tuple[str, str]]:
+    found = [parse_peer(text) for text in texts]
+    for number, (name, _) in enumerate(found):
+        if name in [other for other, _ in found[:number]]:
+            raise UsageError(f"--peer {name} is given twice", hint="one environment of each")
+    return found
 
 
 def _window(text: str) -> int | str:
