@@ -11,7 +11,8 @@ import torch
 
 from vericache_compressor_kvpress import KvpressOptions
 from vericache_compressor_kvpress.__main__ import listing
-from vericache_compressor_kvpress.plugin import vericache_compressors
+from vericache_compressor_kvpress.expected import EXPECTED
+from vericache_compressor_kvpress.plugin import vericache_compressors, vericache_expected_failures
 from vericache_compressor_kvpress.survivors import masked_survivors, matched_survivors
 from vericache_compressor_kvpress.table import DECODING, DOWNLOAD, NOT_OFFERED, PREFIX, PRESSES, REWRITES
 from vericache_core.errors import CompressorFault, OptionError
@@ -43,6 +44,12 @@ def test_the_readme_has_the_generated_tables() -> None:
 
 def test_what_is_not_offered_has_one_of_the_reasons() -> None:
     assert {why for why, _ in NOT_OFFERED.values()} == {DOWNLOAD, REWRITES, DECODING}
+
+
+def test_expected_failures_are_handed_out_by_name() -> None:
+    assert set(EXPECTED) <= set(PRESSES)
+    for name in PRESSES:
+        assert vericache_expected_failures(PREFIX + name) == EXPECTED.get(name, {})
 
 
 def test_the_plugin_imports_no_kvpress() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from vericache_compressor_kvpress.compressor import KvpressCompressor
+from vericache_compressor_kvpress.expected import EXPECTED
 from vericache_compressor_kvpress.options import KvpressOptions
 from vericache_compressor_kvpress.table import PREFIX, PRESSES
 from vericache_core import CompressorSpec, hookimpl
@@ -33,3 +34,9 @@ def vericache_compressors() -> Iterable[CompressorSpec]:
         )
         for name, press in PRESSES.items()
     ]
+
+
+@hookimpl
+def vericache_expected_failures(name: str) -> Mapping[str, str]:
+    """Checks that ``name`` is known to fail, with reasons."""
+    return EXPECTED.get(name.removeprefix(PREFIX), {})
