@@ -326,6 +326,26 @@ def test_layers_whose_keys_are_not_rotated_as_presses_think_stay_uncompressed(mo
     assert not compressor.supports(dataclasses.replace(layer, kind="sliding", sliding_window=16))
 
 
+@pytest.mark.parametrize("name", ["expected-attention", "tova", "knorm"])
+def test_a_model_with_two_kinds_of_layers_is_compressed_where_it_attends_in_full(name: str) -> None:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(2)
+    gemma = transformers.Gemma3ForCausalLM(config).eval()
+    rows = [(torch.randn(2, TOKENS, 16), torch.randn(2, TOKENS, 16)) for _ in range(2)]  # presses see those of their pass
+    full = descriptors(gemma)
+    layers = [dataclasses.replace(full[0], kind="sliding", sliding_window=32), full[1]]
+    prefix = PrefixView.from_tensors(layers, [k for k, _ in rows], [v for _, v in rows], IDS)
+    modules = [(n, *vars(module)) for n, module in gemma.named_modules()]
+    made = KvpressCompressor(name, options(name)).compress(prefix, CompressContext(model_reader=lambda: gemma))
+    assert made.layers[0] is None
+    assert isinstance(made.layers[1], PlainLayer)
+    assert made.layers[1].surviving.counts == (KEPT, KEPT)
+    assert [(n, *vars(module)) for n, module in gemma.named_modules()] == modules
+
+
 def test_ratios_by_layer_must_be_as_many_as_layers(model: Any) -> None:
     compressor = KvpressCompressor("per-layer", KvpressOptions(arguments=("compression_ratios=0.5:0.5",)))
     with pytest.raises(OptionError, match="2 compression_ratios for 3 layers"):

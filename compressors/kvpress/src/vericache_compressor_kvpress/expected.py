@@ -6,6 +6,7 @@ from typing import Final
 
 SHORT: Final = "a prompt that the press finds too short survives whole"
 WINDOW: Final = "the newest tokens survive whatever the budget; beyond them the press drops what it finds below the threshold"
+MIXED: Final = "refuses, by name, models of which it knows only some layers, such as Gemma 3"
 GLOBAL: Final = "one budget over all heads: a head that would go empty keeps its newest token beside it"
 
 EXPECTED: Final[dict[str, dict[str, str]]] = {
@@ -19,8 +20,8 @@ EXPECTED: Final[dict[str, dict[str, str]]] = {
     "finch": {"C-04": SHORT},
     "sim-layer-kv": {"C-04": "the press takes no budget"},
     "dms": {"C-04": WINDOW},
-    "kvzip": {"C-04": GLOBAL},
-    "kvgrad": {"C-04": GLOBAL},
-    "kvcompose": {"C-04": "budgets by layer, of which none is empty"},
+    "kvzip": {"C-04": GLOBAL, "R-03": MIXED, "R-09": MIXED},
+    "kvgrad": {"C-04": GLOBAL, "R-03": MIXED, "R-09": MIXED},
+    "kvcompose": {"C-04": "budgets by layer, of which none is empty", "R-03": MIXED, "R-09": MIXED},
 }
 """Name after ``kvpress-`` to check to reason."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,10 +126,13 @@ def cache_in(kwargs: dict[str, Any]) -> Any:
 def lent_rotary(decoder: Any) -> Iterator[None]:
     """Each attention module with the rotary embedding of the model, where presses look for it."""
     rotary, borrowed = getattr(decoder, "rotary_emb", None), []
+    kinds = "layer_type" in inspect.signature(rotary.forward).parameters if rotary is not None else False
     try:
-        for layer in decoder.layers:
+        for number, layer in enumerate(decoder.layers):
             if not hasattr(layer.self_attn, "rotary_emb") and rotary is not None:
-                layer.self_attn.rotary_emb = rotary
+                # Gemma 3 has one embedding for each kind of layer; presses know of no kinds.
+                lent = partial(rotary, layer_type=decoder.config.layer_types[number]) if kinds else rotary
+                layer.self_attn.rotary_emb = lent
                 borrowed.append(layer.self_attn)
         yield
     finally:
