@@ -18,7 +18,7 @@ from vericache_core.bench.throughput.rows import PLAIN
 from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
 from vericache_core.cli.bench_throughput_report import Report
 from vericache_core.cli.output import note
-from vericache_core.config import EngineConfig, load_config, replace
+from vericache_core.config import EngineConfig, load_config
 from vericache_core.errors import UsageError
 from vericache_core.plugins.fields import coerce, did_you_mean, option_fields, parse_pairs
 from vericache_core.plugins.registry import Registry, set_default_registry
@@ -107,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
     report = Report(_conditions(args, config), args)  # a file that cannot be written must not wait for the model
     loaded = Engine.from_pretrained(args.model, config)
-    # Row invariance was proved when the model was loaded; the engines of the systems share it.
-    shop = Shop(loaded.adapter.model, loaded.tokenizer, replace(config, probe=False), registry, note)
+    shop = Shop(loaded.adapter.model, loaded.tokenizer, config, registry, note)
     systems: list[System] = []
     try:
         _check_length(max(contexts), args.new_tokens, loaded.adapter.max_positions)

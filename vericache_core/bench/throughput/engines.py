@@ -116,6 +116,7 @@ class EngineSystem:
 
     def __post_init__(self) -> None:
         self._engine: HeldEngine | None = None
+        self._built: dict[str, Any] = {}
         self._link = Link()
 
     @property
@@ -126,10 +127,10 @@ class EngineSystem:
         changes = dict(self.changes)
         if workload.tier is not None and changes.get("compressor") is not None:
             changes["full_kv"] = workload.tier
-        if self.lossy:
-            changes["window"] = workload.new_tokens  # never reached, so never verified
         try:
-            self._engine = self.shop.engine(changes, self._link)
+            if self._engine is None or changes != self._built:
+                self.close()
+                self._engine, self._built = self.shop.engine(changes, self._link), changes
         except ConfigError as error:
             raise Unavailable(f"the engine does not take it: {error.message.removeprefix('replace(): ')}") from error
         self._link.bytes_per_second = None
@@ -151,8 +152,8 @@ class EngineSystem:
             requests = self._wave(engine, workload, waiting, budget)
             try:
                 before = [request.full.moved_bytes + request.metrics.swap_bytes for request in requests]
-                waves.append(engine.decode(requests, self.lossy))
-                tokens += [engine.tokens_of(request, self.lossy) for request in requests]
+                waves.append(engine.draft_only(requests) if self.lossy else engine.decode(requests))
+                tokens += [[*request.generated, *(request.drafts if self.lossy else ())] for request in requests]
                 for request, moved in zip(requests, before, strict=True):
                     metrics = request.metrics
                     # A finished request has its bytes in its metrics, one that was stopped still in its cache.
@@ -210,12 +211,12 @@ class EngineSystem:
         return requests
 
     def release(self) -> None:
+        """The engine stays: building one proves row invariance and may calibrate."""
+
+    def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def close(self) -> None:
-        self.release()
 
 
 def _need(engine: HeldEngine, requests: list[Request]) -> int:

@@ -19,9 +19,12 @@ from vericache_core.cache.full import FullKV
 from vericache_core.cache.pages import PagedRows
 from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
+from vericache_core.errors import CompressorFault
 from vericache_core.plugins.registry import Registry
-from vericache_core.runtime.request import Request
+from vericache_core.runtime.packer import Segment
+from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.runtime.tile import TileAttention
 
 
 @dataclass
@@ -71,7 +74,7 @@ class WatchedKV(FullKV):
 
 @dataclass
 class Decoded:
-    """What :meth:`HeldEngine.decode` saw."""
+    """What decoding took."""
 
     seconds: float
     tokens: int
@@ -132,27 +135,31 @@ class HeldEngine(Engine):
             while not done():
                 self.loop.step()
         finally:
-            self.loop.requests = [other for other in self.loop.requests if other is not request]
+            self._hold(request)
         if request.error is not None:
             raise request.error
 
-    def decode(self, requests: Sequence[Request], lossy: bool = False) -> Decoded:
-        """Decode held requests to their ends; ``lossy`` stops before the first verify, with the drafts as the output.
+    def _hold(self, request: Request) -> None:
+        """Take a request out of the loop without closing it; ``loop.add`` puts it back."""
+        self.loop.requests = [other for other in self.loop.requests if other is not request]
+        scheduler = getattr(self.loop, "scheduler", None)
+        if scheduler is not None:
+            scheduler.remove(request.number)
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """Decode held requests to their ends.
 
         Raises:
             VeriCacheError: a request failed.
         """
-        before = sum(len(_tokens_of(request, lossy)) for request in requests)
+        before = sum(len(request.generated) for request in requests)
         watch, steps = _Watch(requests, self.link), 0
         self.link.reset()
         self.loop.peak_device_kv_bytes = 0
-        self.loop.requests = list(requests)
+        for request in requests:
+            self.loop.add(request)
         started = now = time.perf_counter()
-        while self.loop.requests:
-            if lossy:  # one that has drafted all it may would be verified next
-                self.loop.requests = [r for r in self.loop.requests if r.draft is None or len(r.drafts) < r.target]
-                if not self.loop.requests:
-                    break
+        while any(not request.finished for request in requests):
             self.loop.step()
             steps, earlier, now = steps + 1, now, time.perf_counter()
             watch.after_step(earlier - started, now - started, self.loop.ring.nbytes)
@@ -161,16 +168,40 @@ class HeldEngine(Engine):
             if request.error is not None:
                 raise request.error
         watch.add_swaps(started)
-        tokens = sum(len(_tokens_of(request, lossy)) for request in requests) - before
+        tokens = sum(len(request.generated) for request in requests) - before
         return Decoded(seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
 
-    def tokens_of(self, request: Request, lossy: bool) -> list[int]:
-        """Committed tokens; for a lossy run with the drafts that follow."""
-        return _tokens_of(request, lossy)
+    def draft_only(self, requests: Sequence[Request]) -> Decoded:
+        """Let held requests draft all their tokens, which nobody verifies: what a compressor alone would give.
 
+        Raises:
+            CompressorFault: a request has no compressed KV.
+        """
+        watch, steps = _Watch(requests, self.link), 0
+        started = now = time.perf_counter()
+        while waiting := [r for r in requests if len(r.generated) + len(r.drafts) < r.params.max_new_tokens]:
+            for first in range(0, len(waiting), self.adapter.rows):
+                self._draft(waiting[first : first + self.adapter.rows])
+                steps, earlier, now = steps + 1, now, time.perf_counter()
+                for request in waiting[first : first + self.adapter.rows]:
+                    request.metrics.add_seconds("draft", now - earlier)
+                watch.after_step(earlier - started, now - started, 0)
+        peak = max((device for _, device, _, _ in watch.trace.memory), default=0)
+        return Decoded(now - started, sum(len(request.drafts) for request in requests), steps, peak, watch.trace)
 
-def _tokens_of(request: Request, lossy: bool) -> list[int]:
-    return [*request.generated, *request.drafts] if lossy else list(request.generated)
+    def _draft(self, requests: Sequence[Request]) -> None:
+        """One step with a draft row of each request."""
+        segments = []
+        for row, request in enumerate(requests):
+            if request.draft is None:
+                raise CompressorFault("nothing was compressed", cause="; ".join(request.metrics.degraded) or None)
+            newest = request.drafts[-1] if request.drafts else request.tokens[-1]
+            segments.append(Segment(request, Want("draft", (newest,), request.draft.tokens), row, 1))
+        tile = TileAttention(self.adapter.layers, segments, self._attend, lambda *_: None)
+        tokens = [segment.want.tokens[0] for segment in segments]
+        logits = self.adapter.step(tokens, [segment.want.position for segment in segments], tile)
+        for row, request in enumerate(requests):
+            request.take_draft(logits[row])
 
 
 class _Watch:
