@@ -6,7 +6,7 @@ from typing import Any
 
 from vericache_core.runtime.rings import Rings
 
-USUAL: dict[str, Any] = {"step": 1.0, "room": 10.0, "drafts": 0, "rows": 1000}
+USUAL: dict[str, Any] = {"step": 1.0, "room": 10.0, "verifies": 1000}
 
 
 def test_a_lone_verify_gets_the_step_it_wants_and_its_swap_ends_just_before() -> None:
@@ -49,10 +49,10 @@ def test_without_room_there_is_no_place_and_nothing_changes() -> None:
     assert rings.reserve(2, 5, 0.0, 0.0, **{**USUAL, "room": -1.0})
 
 
-def test_verify_rows_are_spread_but_one_verify_is_always_allowed() -> None:
+def test_verifies_are_spread() -> None:
     rings = Rings()
     for number in range(3):
-        assert rings.reserve(number, 9, 0.0, 0.0, **{**USUAL, "rows": 5})
+        assert rings.reserve(number, 9, 0.0, 0.0, **{**USUAL, "verifies": 1})
     places = [found.verify for number in range(3) if (found := rings.get(number))]
     assert places == [9, 8, 10]
 
@@ -88,7 +88,7 @@ def test_rings_hold_what_is_reserved_through_any_order_of_calls() -> None:
                 numbers.randrange(20),
                 numbers.uniform(0, 4),
                 numbers.uniform(0, 5),
-                **{**USUAL, "drafts": numbers.randrange(5), "rows": 20},
+                **{**USUAL, "verifies": numbers.randrange(1, 4)},
             )
         elif choice < 0.7:
             rings.cancel(numbers.randrange(12))
@@ -101,4 +101,4 @@ def test_rings_hold_what_is_reserved_through_any_order_of_calls() -> None:
         rings.check_integrity()
     for number in range(12):
         rings.cancel(number)
-    assert all(abs(value) < 1e-9 for ring in (rings._link, rings._bytes, rings._rows) for value in ring.values())
+    assert all(abs(value) < 1e-9 for ring in (rings._link, rings._bytes, rings._verifies) for value in ring.values())

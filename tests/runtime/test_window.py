@@ -115,15 +115,21 @@ def test_drafting_that_cannot_pay_is_never_tried() -> None:
     assert controller.gained == 0
 
 
+def prices_with(**better: float) -> list[float]:
+    """Half a second a token at every window, but for some."""
+    return [1.0] + [(window + 1) * better.get(f"w{window}", 0.5) for window in range(1, 65)]
+
+
 def test_a_small_difference_does_not_change_the_window() -> None:
-    # Prices at which every window is as good as the next but for a hair.
     controller = WindowController(Prior(1e-6, 1e6), 10**6)
-    first = [1.0] + [(window + 1) * (0.5 if window == 20 else 0.501) for window in range(1, 65)]
-    assert controller.choose(first) == 20
-    second = [1.0] + [(window + 1) * (0.5 if window == 30 else 0.501) for window in range(1, 65)]
-    assert controller.choose(second) == 20
-    third = [1.0] + [(window + 1) * (0.4 if window == 30 else 0.501) for window in range(1, 65)]
-    assert controller.choose(third) == 30
+    assert controller.choose(prices_with(w20=0.45)) == 20
+    assert controller.choose(prices_with(w20=0.45, w30=0.447)) == 20
+    assert controller.choose(prices_with(w20=0.45, w30=0.4)) == 30
+
+
+def test_of_windows_that_are_as_good_it_takes_the_shortest() -> None:
+    assert WindowController(Prior(1e-6, 1e6), 10**6).choose(prices_with(w20=0.45, w30=0.447)) == 20
+    assert WindowController(Prior(1e-6, 1e6), 10**6).choose(prices_with(w20=0.45, w30=0.44)) == 30
 
 
 def test_the_longest_window_is_obeyed() -> None:

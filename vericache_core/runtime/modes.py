@@ -8,18 +8,21 @@ mix: so many pinned, the rest offloaded, or all plain.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import accepted_at
-from vericache_core.runtime.rounds import MOST, WINDOWS, Situation, round_seconds
+from vericache_core.runtime.rounds import WINDOWS, Situation, round_seconds
 
 Mode = Literal["plain", "pinned", "offloaded"]
+MODES: Final[tuple[Mode, ...]] = ("plain", "pinned", "offloaded")
 MARGIN: Final = 1.02
 """How much faster than plain a mix must look to be taken: costs are estimates, too."""
-_TRIED: Final = 24
+_TRIED: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +74,74 @@ class Mix:
         return "pinned" if pinned_now < self.pinned else "offloaded"
 
 
-def best_mix(costs: CostModel, demand: Demand, requests: int, budget: float, *, lockstep: bool = False) -> Mix:
+def best_mix(
+    costs: CostModel,
+    demand: Demand,
+    requests: int,
+    budget: float,
+    *,
+    lockstep: bool = False,
+    modes: Sequence[Mode] = MODES,
+    windows: Sequence[int] = WINDOWS,
+) -> Mix:
     """Return the fastest mix for ``requests`` requests like ``demand`` under ``budget`` device bytes for KV.
 
+    Fewer requests than fit may be faster: each swap needs room, and with room for one at a time all wait for it.
+    ``modes`` and ``windows`` narrow the choice.
+
     Raises:
-        ConfigError: not one request fits in any mode, or its tier has no known cost.
+        ConfigError: not one request fits in any of the modes, or its tier has no known cost.
     """
-    plain = _plain(costs, demand, requests, budget)
-    if plain is None and demand.draft_bytes + demand.transient_bytes > budget:
-        least = min(demand.full_bytes, demand.draft_bytes + demand.transient_bytes)
+    plain = _plain(costs, demand, requests, budget) if "plain" in modes else None
+    pinned = min(requests, int(budget // (demand.full_bytes + demand.draft_bytes))) if "pinned" in modes else 0
+    best = None
+    for count in _spread(pinned):
+        left = budget - count * (demand.full_bytes + demand.draft_bytes)
+        offloaded = min(requests - count, _fitting(demand, left, lockstep)) if "offloaded" in modes else 0
+        for more in _spread(offloaded):
+            if count + more:
+                slots = _slots(demand, more, left)
+                for window in windows:
+                    mix = _rated(costs, demand, count, more, window, slots, lockstep)
+                    # Of equal ones the one that leaves the link alone.
+                    if best is None or (mix.tokens_per_s, mix.pinned) > (best.tokens_per_s, best.pinned):
+                        best = mix
+    if plain is not None and (best is None or best.tokens_per_s < MARGIN * plain.tokens_per_s):
+        return plain
+    if best is None:
         raise ConfigError(
             f"a device budget of {budget:.3g} bytes is too small for one request",
-            cause=f"a request of {demand.tokens} tokens needs {least:.3g}",
+            cause=f"a request of {demand.tokens} tokens needs {_least(demand, modes):.3g}",
             hint="raise the budget, keep less, or shorten the prompt",
         )
-    most = min(requests, int(budget // (demand.full_bytes + demand.draft_bytes)))
-    tried = sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)})
-    mixes = [mix for pinned in tried if (mix := _mixed(costs, demand, requests, budget, pinned, lockstep)) is not None]
-    # Of equal ones the one that leaves the link alone.
-    best = max(mixes, key=lambda mix: (mix.tokens_per_s, mix.pinned), default=None)
-    if best is None or (plain is not None and best.tokens_per_s < MARGIN * plain.tokens_per_s):
-        assert plain is not None
-        return plain
     return best
+
+
+def _least(demand: Demand, modes: Sequence[Mode]) -> float:
+    needs = {
+        "plain": demand.full_bytes,
+        "pinned": demand.full_bytes + demand.draft_bytes,
+        "offloaded": demand.draft_bytes + demand.transient_bytes,
+    }
+    return min(needs[mode] for mode in modes)
+
+
+def _spread(most: int) -> list[int]:
+    """Counts up to ``most`` worth telling apart."""
+    return sorted({round(most * i / _TRIED) for i in range(_TRIED + 1)})
+
+
+def _fitting(demand: Demand, room: float, lockstep: bool) -> int:
+    """Offloaded requests that fit into ``room`` bytes with a swap; in lock step all swap at once."""
+    if lockstep:
+        return int(room // (demand.draft_bytes + demand.transient_bytes))
+    return max(0, int((room - demand.transient_bytes) // demand.draft_bytes))
+
+
+def _slots(demand: Demand, offloaded: int, room: float) -> int:
+    """Swaps that have room at a time beside the draft KV of ``offloaded`` requests, no more than there are requests."""
+    left = room - offloaded * demand.draft_bytes
+    return offloaded if left >= offloaded * demand.transient_bytes else max(1, int(left // demand.transient_bytes))
 
 
 def _plain(costs: CostModel, demand: Demand, requests: int, budget: float) -> Mix | None:
@@ -104,15 +152,11 @@ def _plain(costs: CostModel, demand: Demand, requests: int, budget: float) -> Mi
     return Mix(count, 0, 0, 0, 1 / seconds)
 
 
-def _mixed(costs: CostModel, demand: Demand, requests: int, budget: float, pinned: int, lockstep: bool) -> Mix | None:
-    left = budget - pinned * (demand.full_bytes + demand.draft_bytes) - demand.transient_bytes
-    offloaded = min(requests - pinned, max(0, int(left // demand.draft_bytes)))
-    if lockstep:  # all verify at once
-        offloaded = min(offloaded, int((left + demand.transient_bytes) // (demand.draft_bytes + demand.transient_bytes)))
-    if not pinned + offloaded:
-        return None
+def _rated(costs: CostModel, demand: Demand, pinned: int, offloaded: int, window: int, slots: int, lockstep: bool) -> Mix:
+    """Rate a mix with room for ``slots`` swaps at a time."""
+    count = pinned + offloaded
     situation = Situation(
-        pinned + offloaded,
+        count,
         demand.tokens,
         demand.full_bytes,
         demand.draft_bytes,
@@ -121,11 +165,12 @@ def _mixed(costs: CostModel, demand: Demand, requests: int, budget: float, pinne
         offloaded,
         lockstep,
     )
-
-    def seconds(window: int) -> float:
-        """Of one committed token."""
-        committed = accepted_at(demand.hazard, window) + 1
-        return round_seconds(costs, situation, window) / committed + demand.setup_seconds / demand.new_tokens
-
-    best = min((window for window in WINDOWS if window <= MOST), key=seconds)
-    return Mix(0, pinned, offloaded, best, 1 / seconds(best))
+    seconds = round_seconds(costs, situation, window)
+    if offloaded and not lockstep:
+        step = seconds * count / (window + 1)
+        link = costs.swap_seconds(demand.tier, demand.swap_bytes)
+        # A swap is on the device for its own steps and that of its verify.
+        held = (math.ceil(link / step) + 1) * step
+        seconds = max(seconds, offloaded * held / slots / count)
+    committed = accepted_at(demand.hazard, window) + 1
+    return Mix(0, pinned, offloaded, window, 1 / (seconds / committed + demand.setup_seconds / demand.new_tokens))

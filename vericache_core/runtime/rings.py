@@ -1,4 +1,4 @@
-"""Reservation rings over the steps to come: link time, transient device bytes, and rows to verify.
+"""Reservation rings over the steps to come: link time, transient device bytes, and verifies.
 
 A verify at step ``d`` needs its full KV on the device by then. The swap takes link time of the steps before ``d``,
 and its bytes are held from the first of them to the end of ``d``. Trying the wanted step, then one earlier, one
@@ -27,7 +27,6 @@ class Reservation:
     verify: int
     start: int
     nbytes: float
-    rows: int
     link: dict[int, float]
 
 
@@ -38,7 +37,7 @@ class Rings:
         self.now = 0
         self._link: dict[int, float] = defaultdict(float)
         self._bytes: dict[int, float] = defaultdict(float)
-        self._rows: dict[int, int] = defaultdict(int)
+        self._verifies: dict[int, int] = defaultdict(int)
         self._reserved: dict[int, Reservation] = {}
 
     def get(self, number: int) -> Reservation | None:
@@ -46,7 +45,7 @@ class Rings:
         return self._reserved.get(number)
 
     def reserve(
-        self, number: int, anchor: int, seconds: float, nbytes: float, *, step: float, room: float, drafts: int, rows: int
+        self, number: int, anchor: int, seconds: float, nbytes: float, *, step: float, room: float, verifies: int
     ) -> bool:
         """Reserve a verify as near to ``anchor`` steps from now as the rings allow.
 
@@ -57,8 +56,7 @@ class Rings:
             nbytes: device bytes of its swap.
             step: seconds a step takes, about.
             room: device bytes for all swaps together.
-            drafts: tokens it has drafted already; it verifies these, one more for each step, and one.
-            rows: rows of verifies a step should carry at most; a step may always carry one verify.
+            verifies: most of them in one step.
 
         Returns:
             Whether there was a place; False leaves the rings as they are.
@@ -72,9 +70,8 @@ class Rings:
                 if not soonest <= ahead <= latest:
                     continue
                 found = self._place(ahead, seconds, nbytes, step, room)
-                if found is None or 0 < self._rows[found.verify] > rows - (drafts + ahead + 1):
+                if found is None or self._verifies[found.verify] >= verifies:
                     continue
-                found.rows = drafts + ahead + 1
                 self._enter(found, 1)
                 self._reserved[number] = found
                 return True
@@ -95,7 +92,7 @@ class Rings:
 
     def advance(self) -> None:
         """Go one step on."""
-        for ring in (self._link, self._bytes, self._rows):
+        for ring in (self._link, self._bytes, self._verifies):
             ring.pop(self.now, None)
         self.now += 1
 
@@ -111,7 +108,7 @@ class Rings:
         start = min(link, default=verify)
         if any(self._bytes[at] + nbytes > room for at in range(start, verify + 1)) and nbytes:
             return None
-        return Reservation(verify, start, nbytes, 0, link)
+        return Reservation(verify, start, nbytes, link)
 
     def _enter(self, found: Reservation, sign: int) -> None:
         for at, seconds in found.link.items():
@@ -120,7 +117,7 @@ class Rings:
         for at in range(max(found.start, self.now), found.verify + 1):
             self._bytes[at] += sign * found.nbytes
         if found.verify >= self.now:
-            self._rows[found.verify] += sign * found.rows
+            self._verifies[found.verify] += sign
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless the rings hold what is reserved and nothing else."""

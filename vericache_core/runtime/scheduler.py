@@ -7,6 +7,7 @@ again at the next step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vericache_core.runtime.admission import AdmissionPolicy, admit, check_acceptable
@@ -172,7 +173,8 @@ class StaggeredScheduler(Roster):
 
     def _reserve(self, decoding: Sequence[Schedulable]) -> None:
         """Find a place for every verify that has none; in the order of the last service, until one finds none."""
-        longest = max((min(request.window, request.most) for request in decoding), default=0)
+        # As many verifies in a step as there are on average, so that they are spread evenly and no step is crowded.
+        verifies = math.ceil(sum(1 / (request.window + 1) for request in decoding if wants_draft(request)))
         for request in self._longest_ago(decoding):
             swaps = request.link_seconds > 0
             if self.rings.get(request.number) is not None or not (wants_draft(request) or request.drafts or swaps):
@@ -186,8 +188,7 @@ class StaggeredScheduler(Roster):
                 # Before the first step its length is not known; a swap is then taken to fit into one.
                 step=self._step_seconds or max(request.link_seconds, 1e-9),
                 room=self.room,
-                drafts=request.drafts,
-                rows=max(len(decoding), longest + 1),
+                verifies=max(1, verifies),
             )
             if not found:
                 break

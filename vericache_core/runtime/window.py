@@ -104,13 +104,12 @@ class WindowController:
 
     def _best(self, prices: Sequence[float]) -> int:
         expected = self.estimate.expected_accepted(self._windows[-1])
-        best = max(self._windows, key=lambda window: (expected[window] + 1) / prices[window])
-        rate = (expected[best] + 1) / prices[best]
-        if 0 < self.window < len(expected) and (expected[self.window] + 1) / prices[self.window] >= rate * (
-            1 - self.policy.stay
-        ):
+        rates = {window: (expected[window] + 1) / prices[window] for window in self._windows}
+        enough = max(rates.values()) * (1 - self.policy.stay)
+        if self.window and rates.get(self.window, 0.0) >= enough:
             return self.window
-        return best
+        # Of windows that are as good the shortest: it bets less, and less is drafted beyond the end of the answer.
+        return next(window for window in self._windows if rates[window] >= enough)
 
     def _afford(self, wanted: int, prices: Sequence[float], hazard: float) -> int:
         """Cut a window down to what may be lost at ``hazard``."""
