@@ -78,14 +78,14 @@ def test_room_for_more_swaps_may_be_worth_more_than_another_request() -> None:
     mix = best_mix(GPU, dataclasses.replace(LONG, transient_bytes=6e9), 100, 30e9, modes=("offloaded",))
     assert mix.offloaded < 24
     free = best_mix(GPU, dataclasses.replace(LONG, transient_bytes=0.0), 100, 30e9, modes=("offloaded",))
-    assert free.offloaded == 30
+    assert free.offloaded > mix.offloaded
 
 
 def test_the_choice_can_be_narrowed() -> None:
     assert best_mix(GPU, LONG, 30, 80e9, modes=("offloaded",)).pinned == 0
     assert best_mix(GPU, LONG, 30, 80e9, modes=("pinned",)).offloaded == 0
     assert best_mix(GPU, LONG, 30, 80e9, modes=("plain",)).plain == 20
-    assert best_mix(GPU, LONG, 30, 80e9, modes=("pinned",), windows=(7,)).window == 7
+    assert best_mix(GPU, LONG, 30, 80e9, modes=("pinned",), windows=(13,)).window == 13
     with pytest.raises(ConfigError, match="too small") as caught:
         best_mix(GPU, LONG, 30, 4.5e9, modes=("pinned",))
     assert "5e+09" in str(caught.value.cause)

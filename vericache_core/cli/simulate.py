@@ -1,0 +1,255 @@
+"""``vericache simulate``: what VeriCache would gain on some hardware, by the schedulers that run it and a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from vericache_core.cli.output import note, print_json, print_table
+from vericache_core.errors import ConfigError, UsageError
+from vericache_core.plugins.fields import did_you_mean
+from vericache_core.runtime.calibration import load_calibration
+from vericache_core.runtime.hazard import Prior
+from vericache_core.runtime.schedulable import Bytes
+from vericache_core.runtime.trace import Arrival, poisson, read_trace
+from vericache_core.simulate.clock import Result
+from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, cost_model
+from vericache_core.simulate.request import Compression
+
+SCHEMA: Final = "vericache.simulate/1"
+MOST_REQUESTS: Final = 10_000
+_HEADER: Final = [
+    "DEVICE",
+    "SYSTEM",
+    "TOKENS/S",
+    "SPEEDUP",
+    "WINDOW",
+    "HIDDEN",
+    "PEAK KV GB",
+    "TTFT p50",
+    "LATENCY p50",
+    "p90",
+    "p99",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare machine, model, compressor, workload and choices."""
+    parser.add_argument("--list", action="store_true", help="show devices and models with the sources of their numbers")
+    parser.add_argument(
+        "--device", dest="devices", metavar="NAME", action="append", help="repeatable; see --list [rtx-pro-6000]"
+    )
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="devices of a kind side by side [%(default)s]")
+    parser.add_argument("-m", "--model", default="qwen-32b", metavar="NAME", help="see --list [%(default)s]")
+    parser.add_argument("--calibration", metavar="FILE", help="costs measured on a machine, in place of a device's")
+    parser.add_argument("--kv-memory", type=float, metavar="GB", help="device memory for KV [0.9 of it, less the weights]")
+    parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory for KV; unlimited otherwise")
+    parser.add_argument("--keep", type=float, default=0.2, help="draft KV as a fraction of the full KV [%(default)s]")
+    parser.add_argument(
+        "--hazard", default="0.02", metavar="H[,H...]", help="chance per draft to differ, dealt to requests in turn [0.02]"
+    )
+    parser.add_argument(
+        "--swap",
+        choices=("missing", "all"),
+        default="missing",
+        help="what a verify swaps in: what the draft KV lacks (token dropping) or everything [%(default)s]",
+    )
+    parser.add_argument("--window", default="auto", metavar="N|auto", help="drafts before a verify [%(default)s]")
+    parser.add_argument("--mode", choices=("auto", "plain", "pinned", "offloaded"), default="auto", help="[%(default)s]")
+    parser.add_argument("--scheduler", choices=("staggered", "lockstep"), default="staggered", help="[%(default)s]")
+    parser.add_argument("--tier", choices=("host", "disk"), default="host", help="of offloaded full KV [%(default)s]")
+    parser.add_argument("--requests", type=int, default=48, metavar="N", help="[%(default)s]")
+    parser.add_argument("--rate", type=float, default=0.0, metavar="R", help="arrivals a second, Poisson; 0: all at once")
+    parser.add_argument("--prompt-tokens", default="30000", metavar="N[-M]", help="[%(default)s]")
+    parser.add_argument("--new-tokens", type=int, default=500, metavar="N", help="[%(default)s]")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard"
+    )
+    parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate plain decoding and VeriCache on each device."""
+    if args.list:
+        return _list(as_json=args.json)
+    arrivals = _arrivals(args)
+    rows: list[dict[str, Any]] = []
+    for name in args.devices or ["rtx-pro-6000"]:
+        device, model = _pick("device", name, DEVICES), _pick("model", args.model, MODELS)
+        setup = _setup(args, device, model, arrivals)
+        plain = simulate(replace(setup, mode="plain", window=None))
+        rows.append(_row(name, "plain", plain, plain, setup))
+        if args.mode != "plain":
+            rows.append(_row(name, f"{args.scheduler} {args.mode}", simulate(setup), plain, setup))
+    if args.json:
+        print_json(SCHEMA, {"model": args.model, "requests": len(arrivals), "seed": args.seed, "rows": rows})
+    else:
+        print_table(_HEADER, [_cells(row) for row in rows])
+    return 0
+
+
+def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals: Sequence[Arrival]) -> Setup:
+    if not 0 < args.keep <= 1:
+        raise UsageError(f"--keep: expected more than 0 and at most 1, got {args.keep:g}")
+    if args.count < 1:
+        raise UsageError(f"--count: expected 1 or more, got {args.count}")
+    for name in ("kv_memory", "host_memory"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')}: expected more than 0, got {value:g}")
+    memory = 0.9 * device.memory * args.count - model.weights if args.kv_memory is None else args.kv_memory * 1e9
+    if memory <= 0:
+        raise ConfigError(
+            f"{model.name} does not fit on {args.count} x {device.name}",
+            cause=f"{model.weights / 1e9:.1f} GB of weights, {0.9 * device.memory * args.count / 1e9:.1f} GB of memory",
+            hint="--count 2, or another device",
+        )
+    hazards = _hazards(args.hazard)
+    mean = sum(hazards) / len(hazards)
+    believed = min(0.999, max(0.001, mean))
+    return Setup(
+        load_calibration(args.calibration).costs if args.calibration else cost_model(device, model, args.count),
+        model.token_bytes,
+        Bytes(memory, float("inf") if args.host_memory is None else args.host_memory * 1e9),
+        arrivals,
+        Compression(args.keep, mean, args.swap == "missing"),
+        args.mode,
+        _window(args),
+        args.scheduler,
+        args.tier,
+        args.prefill,
+        Prior(believed, 24.0),
+        seed=args.seed,
+    )
+
+
+def _arrivals(args: argparse.Namespace) -> list[Arrival]:
+    if args.trace:
+        return read_trace(args.trace)
+    if args.requests > MOST_REQUESTS:
+        raise UsageError(f"--requests: expected at most {MOST_REQUESTS}, got {args.requests}")
+    low, _, high = args.prompt_tokens.partition("-")
+    try:
+        lengths = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--prompt-tokens: expected N or N-M, got {args.prompt_tokens!r}") from None
+    return poisson(args.rate, args.requests, lengths, args.new_tokens, _hazards(args.hazard), args.seed)
+
+
+def _hazards(text: str) -> list[float]:
+    try:
+        hazards = [float(part) for part in text.split(",")]
+    except ValueError:
+        hazards = []
+    if not hazards or not all(0 <= hazard <= 1 for hazard in hazards):
+        raise UsageError(f"--hazard: expected numbers from 0 to 1 with commas between them, got {text!r}")
+    return hazards
+
+
+def _window(args: argparse.Namespace) -> int | None:
+    if args.window == "auto":
+        return None
+    if args.mode == "plain":
+        raise UsageError("--window and --mode plain are both given", hint="plain decoding drafts nothing")
+    try:
+        return int(args.window)
+    except ValueError:
+        raise UsageError(f"--window: expected a number or auto, got {args.window!r}") from None
+
+
+def _pick(what: str, name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        near = did_you_mean(name, known)
+        suffix = f"; did you mean {near!r}?" if near else ""
+        raise UsageError(f"unknown {what} {name!r}{suffix}", hint=f"known: {', '.join(known)}")
+    return known[name]
+
+
+def _row(device: str, system: str, result: Result, plain: Result, setup: Setup) -> dict[str, Any]:
+    return {
+        "device": device,
+        "system": system,
+        "tokens_per_s": result.tokens_per_s,
+        "speedup_vs_plain": result.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
+        "mean_window": result.mean_window,
+        "acceptance": result.accepted / sum(result.windows) if result.windows else None,
+        "swap_bytes": result.swap_bytes,
+        "swap_hidden_fraction": result.swap_hidden_fraction,
+        "peak_device_kv_bytes": result.peak_kv_bytes,
+        "device_kv_budget_bytes": setup.budget.device,
+        "first_token_s": _percentiles(result.first_tokens),
+        "latency_s": _percentiles(result.latencies),
+        "seconds": result.seconds,
+        "tokens": result.tokens,
+        "refused": result.refused,
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    ranked = sorted(values)
+    return {f"p{share}": ranked[min(len(ranked) - 1, len(ranked) * share // 100)] for share in (50, 90, 99)} if ranked else {}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    hidden, latency = row["swap_hidden_fraction"], row["latency_s"]
+    return [
+        row["device"],
+        row["system"],
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['speedup_vs_plain']:.2f}x" if row["speedup_vs_plain"] else "-",
+        f"{row['mean_window']:.1f}" if row["mean_window"] else "-",
+        "-" if hidden is None else f"{100 * hidden:.0f}%",
+        f"{row['peak_device_kv_bytes'] / 1e9:.2f}",
+        f"{row['first_token_s'].get('p50', 0):.1f}",
+        *(f"{latency.get(key, 0):.1f}" for key in ("p50", "p90", "p99")),
+    ]
+
+
+def _list(*, as_json: bool) -> int:
+    if as_json:
+        devices = [
+            {
+                "name": device.name,
+                "memory_bytes": device.memory,
+                "memory_bytes_per_s": device.bandwidth,
+                "link_bytes_per_s": device.link,
+                "flops": device.flops,
+                "source": device.source,
+            }
+            for device in DEVICES.values()
+        ]
+        models = [
+            {"name": model.name, "weight_bytes": model.weights, "kv_bytes_per_token": model.token_bytes, "layers": model.layers}
+            for model in MODELS.values()
+        ]
+        print_json("vericache.simulate.list/1", {"devices": devices, "models": models})
+        return 0
+    note("bandwidths in GB/s, effective for links; sources with --json")
+    print_table(
+        ["DEVICE", "MEMORY GB", "BANDWIDTH", "LINK", "RATIO", "TFLOPS"],
+        [
+            [
+                device.name,
+                f"{device.memory / 1e9:.0f}",
+                f"{device.bandwidth / 1e9:.0f}",
+                f"{device.link / 1e9:.0f}",
+                f"{device.bandwidth / device.link:.0f}",
+                f"{device.flops / 1e12:.1f}",
+            ]
+            for device in DEVICES.values()
+        ],
+    )
+    print()
+    print_table(
+        ["MODEL", "WEIGHTS GB", "KV KB/TOKEN", "LAYERS"],
+        [
+            [model.name, f"{model.weights / 1e9:.2f}", f"{model.token_bytes / 1024:.1f}", str(model.layers)]
+            for model in MODELS.values()
+        ],
+    )
+    return 0

@@ -1,0 +1,212 @@
+"""The simulation itself: plans of a scheduler carried out under a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vericache_core.errors import VeriCacheError
+from vericache_core.runtime.admission import QueueFull
+from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.hazard import PriorBook
+from vericache_core.runtime.rounds import RoundPricer
+from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
+from vericache_core.simulate.request import SimulatedRequest
+
+
+@dataclass
+class Result:
+    """What a simulated run gave. Seconds are virtual.
+
+    Attributes:
+        tokens: committed, of all requests.
+        seconds: from the first arrival to the last token.
+        peak_kv_bytes: most KV on the device at a time, swaps included.
+        swap_seconds: link time of all swaps.
+        exposed_seconds: time that steps waited for them.
+        windows: drafts of every verify.
+        steps: seconds of every step by whether it carried a verify, drafts alone, or else.
+        latencies: from arrival to last token, of each request.
+        first_tokens: from arrival to first token.
+        refused: requests that the queue refused.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    peak_kv_bytes: float = 0.0
+    swap_bytes: float = 0.0
+    swap_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    windows: list[int] = field(default_factory=list)
+    accepted: int = 0
+    draft_steps: list[float] = field(default_factory=list)
+    mixed_steps: list[float] = field(default_factory=list)
+    verify_steps: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
+    refused: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def swap_hidden_fraction(self) -> float | None:
+        """Share of link time that no step waited for; None without swaps."""
+        return 1 - min(1.0, self.exposed_seconds / self.swap_seconds) if self.swap_seconds else None
+
+    @property
+    def mean_window(self) -> float:
+        """Drafts of a verify on average."""
+        return sum(self.windows) / len(self.windows) if self.windows else 0.0
+
+
+class Simulation:
+    """Runs requests to their end.
+
+    Args:
+        costs: of steps and swaps.
+        scheduler: a fresh one.
+        requests: in the order of arrival.
+        lockstep: whether the scheduler is the lock-step one; the controllers' prices depend on it.
+        book: learns from every round, if given.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        scheduler: Scheduler,
+        requests: Sequence[SimulatedRequest],
+        *,
+        lockstep: bool = False,
+        book: PriorBook | None = None,
+    ) -> None:
+        self.costs, self.scheduler, self.lockstep, self.book = costs, scheduler, lockstep, book
+        self.result = Result()
+        self.now = 0.0
+        self._coming = list(requests)
+        self._requests: dict[int, SimulatedRequest] = {}
+        self._pricer = RoundPricer(costs)
+
+    def run(self, progress: Callable[[int], None] | None = None) -> Result:
+        """Run to the end; ``progress`` is called with the number of finished requests."""
+        start = self._coming[0].arrival if self._coming else 0.0
+        self.now = start
+        finished = 0
+        while self._coming or self._requests:
+            self._arrive()
+            plan = self.scheduler.plan(self.now)
+            if not plan.parts:
+                if not self._coming:
+                    if self._requests:
+                        raise VeriCacheError("the simulation stands still", cause=f"{len(self._requests)} requests wait")
+                    break
+                self.now = max(self.now, self._coming[0].arrival)
+                continue
+            seconds = self._step(plan)
+            self.scheduler.done(plan, seconds)
+            finished += self._leave()
+            if progress is not None:
+                progress(finished)
+        self.result.seconds = self.now - start
+        return self.result
+
+    def _arrive(self) -> None:
+        while self._coming and self._coming[0].arrival <= self.now:
+            request = self._coming.pop(0)
+            try:
+                self.scheduler.submit(request)
+            except QueueFull:
+                self.result.refused += 1
+                continue
+            self._requests[request.number] = request
+            if request.controller is not None:
+                self._choose(request)
+
+    def _step(self, plan: StepPlan) -> float:
+        for number in plan.preempt:
+            self._requests[number].preempted()
+        for number in plan.streams:
+            request = self._requests[number]
+            if request.link_left is None:
+                request.link_left = request.link_seconds
+                self.result.swap_seconds += request.link_left
+                self.result.swap_bytes += request.swap_bytes
+        compute = self.costs.compute_seconds(self._load(plan))
+        verifying = [part.number for part in plan.parts if part.phase == "verify"]
+        wait = sum(self._requests[number].link_left or 0.0 for number in verifying)
+        seconds = self.costs.overlapped(compute, wait) if wait > 0 else compute
+        self.result.exposed_seconds += seconds - compute
+        self._remember(plan, seconds)
+        left = seconds
+        for number in [*verifying, *(number for number in plan.streams if number not in verifying)]:
+            request = self._requests[number]
+            if request.link_left:
+                moved = min(left, request.link_left)
+                request.link_left, left = request.link_left - moved, left - moved
+        self.now += seconds
+        for part in plan.parts:
+            self._apply(part)
+        return seconds
+
+    def _load(self, plan: StepPlan) -> StepLoad:
+        read = pairs = 0.0
+        for part in plan.parts:
+            request = self._requests[part.number]
+            read += request.draft_bytes if part.phase == "draft" else request.full_bytes
+            if part.rows > 1:
+                pairs += part.rows * (request.tokens + part.rows / 2)
+        return StepLoad(plan.rows, read, pairs)
+
+    def _remember(self, plan: StepPlan, seconds: float) -> None:
+        held = sum(self._requests[request.number].device_bytes for request in self.scheduler.running)
+        held += sum(self._requests[number].swap_bytes for number in plan.streams)
+        self.result.peak_kv_bytes = max(self.result.peak_kv_bytes, held)
+        phases = {part.phase for part in plan.parts}
+        if phases == {"draft"}:
+            self.result.draft_steps.append(seconds)
+        elif phases == {"draft", "verify"}:
+            self.result.mixed_steps.append(seconds)
+        elif phases == {"verify"}:
+            self.result.verify_steps.append(seconds)
+
+    def _apply(self, part: Part) -> None:
+        request = self._requests[part.number]
+        if part.phase == "prefill":
+            request.prefill -= part.rows
+            return
+        if part.phase == "draft":
+            request.drafts += 1
+            return
+        drafted, before = request.drafts, request.committed
+        accepted = request.verify()
+        if drafted:
+            self.result.windows.append(drafted)
+            self.result.accepted += accepted
+        self.result.tokens += min(request.committed, request.new_tokens) - before
+        if request.first_token_at is None:
+            request.first_token_at = self.now
+            self.result.first_tokens.append(self.now - request.arrival)
+        if request.controller is not None and not request.finished:
+            request.controller.observe(drafted, accepted, self._prices(request))
+            if self.book is not None:
+                self.book.observe("", drafted, accepted)
+            self._choose(request)
+
+    def _choose(self, request: SimulatedRequest) -> None:
+        assert request.controller is not None
+        request.window = request.controller.choose(self._prices(request))
+
+    def _prices(self, request: SimulatedRequest) -> tuple[float, ...]:
+        running = self.scheduler.running
+        swapping = sum(self._requests[other.number].mode == "offloaded" for other in running)
+        return self._pricer.prices(request.situation(max(1, len(running)), swapping, lockstep=self.lockstep))
+
+    def _leave(self) -> int:
+        gone = [request for request in self._requests.values() if request.finished]
+        for request in gone:
+            self.scheduler.remove(request.number)
+            self.result.latencies.append(self.now - request.arrival)
+            del self._requests[request.number]
+        return len(gone)

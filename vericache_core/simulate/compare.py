@@ -1,0 +1,150 @@
+"""A workload on a machine, by VeriCache and by plain decoding with the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vericache_core.errors import ConfigError
+from vericache_core.runtime.admission import AdmissionPolicy
+from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.lockstep import LockstepScheduler
+from vericache_core.runtime.modes import MODES, Demand, Mix, Mode, best_mix
+from vericache_core.runtime.rounds import MOST, WINDOWS
+from vericache_core.runtime.schedulable import Bytes, Scheduler
+from vericache_core.runtime.scheduler import StaggeredScheduler
+from vericache_core.runtime.trace import Arrival
+from vericache_core.runtime.window import WindowController
+from vericache_core.simulate.clock import Result, Simulation
+from vericache_core.simulate.request import Compression, SimulatedRequest, demand
+
+Order = Literal["staggered", "lockstep"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated.
+
+    Attributes:
+        costs: of the model on the machine.
+        token_bytes: of KV per token.
+        budget: bytes for KV by tier.
+        arrivals: the workload, in order.
+        compression: of the drafts.
+        mode: of every request, or ``auto``.
+        window: of every request, or None for the controller's choice.
+        order: which scheduler.
+        tier: of offloaded KV.
+        prefill: whether prompts are computed; otherwise their KV is there, compressed and all.
+        prior: the controller's belief before the first round; None for the default.
+        rows: most rows of a step.
+        seed: of the accepted drafts.
+    """
+
+    costs: CostModel
+    token_bytes: int
+    budget: Bytes
+    arrivals: Sequence[Arrival]
+    compression: Compression = field(default_factory=Compression)
+    mode: Mode | Literal["auto"] = "auto"
+    window: int | None = None
+    order: Order = "staggered"
+    tier: str = "host"
+    prefill: bool = False
+    prior: Prior | None = None
+    rows: int = 512
+    seed: int = 0
+
+
+def simulate(setup: Setup) -> Result:
+    """Run the workload.
+
+    Raises:
+        ConfigError: options conflict, or a request cannot fit.
+    """
+    if setup.mode == "plain" and setup.window:
+        raise ConfigError(f"window={setup.window} has no meaning in plain mode", hint="leave one of them out")
+    if setup.window is not None and not 0 <= setup.window <= MOST:
+        raise ConfigError(f"window: expected 0 to {MOST}, got {setup.window}")
+    modes, running = _modes(setup)
+    if setup.order == "lockstep":
+        running = len(setup.arrivals)  # those that find no room verify in the steps after
+    policy = AdmissionPolicy(queue=max(1024, len(setup.arrivals)), running=running)
+    scheduler: Scheduler
+    if setup.order == "lockstep":
+        scheduler = LockstepScheduler(setup.budget, setup.rows, policy)
+    else:
+        scheduler = StaggeredScheduler(setup.budget, setup.rows, policy, step_seconds=_step_seconds(setup))
+    book = PriorBook({} if setup.prior is None else {"": setup.prior})
+    requests = [
+        SimulatedRequest(
+            number,
+            arrival,
+            setup.compression,
+            setup.token_bytes,
+            setup.costs,
+            mode=mode,
+            tier=setup.tier,
+            window=0 if mode == "plain" else setup.window or 0,
+            controller=None if mode == "plain" or setup.window is not None else _controller(book, arrival),
+            prefill=setup.prefill,
+            seed=setup.seed,
+        )
+        for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
+    ]
+    return Simulation(setup.costs, scheduler, requests, lockstep=setup.order == "lockstep", book=book).run()
+
+
+def _step_seconds(setup: Setup) -> float:
+    """A step that drafts for as many requests as there are or fit; the scheduler soon measures it."""
+    prompts = sum(arrival.prompt_tokens for arrival in setup.arrivals) * setup.token_bytes
+    read = min(setup.budget.device, prompts * setup.compression.keep)
+    return setup.costs.compute_seconds(StepLoad(len(setup.arrivals), read))
+
+
+def _controller(book: PriorBook, arrival: Arrival) -> WindowController:
+    return WindowController(book.prior(""), arrival.new_tokens)
+
+
+def _modes(setup: Setup) -> tuple[list[Mode], int]:
+    """Modes of the requests and how many are best run at a time.
+
+    Each gets the best mix for as many requests like it as there are; modes are dealt out so that a mix holds at any
+    time.
+    """
+    allowed: tuple[Mode, ...] = MODES if setup.mode == "auto" else (setup.mode,)
+    windows = WINDOWS if setup.window is None else (setup.window,)
+    modes: list[Mode] = []
+    mixes: dict[Demand, Mix] = {}
+    owed = 0.0
+    for arrival in setup.arrivals:
+        # Lengths within a few percent share a mix.
+        prompt = _round_up(arrival.prompt_tokens)
+        like = Arrival(0.0, prompt, _round_up(arrival.new_tokens))
+        hazard = setup.compression.hazard if setup.prior is None else setup.prior.hazard
+        needs = demand(like, setup.compression, setup.token_bytes, setup.tier, hazard)
+        if needs not in mixes:
+            mixes[needs] = best_mix(
+                setup.costs,
+                needs,
+                len(setup.arrivals),
+                setup.budget.device,
+                lockstep=setup.order == "lockstep",
+                modes=allowed,
+                windows=windows,
+            )
+        mix = mixes[needs]
+        if mix.plain:
+            modes.append("plain")
+            continue
+        owed += mix.pinned / (mix.pinned + mix.offloaded)
+        modes.append("pinned" if owed >= 1 - 1e-9 else "offloaded")
+        owed -= modes[-1] == "pinned"
+    return modes, max(mix.plain + mix.pinned + mix.offloaded for mix in mixes.values())
+
+
+def _round_up(tokens: int) -> int:
+    step = max(1, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step

@@ -1,0 +1,170 @@
+"""A simulated request: lengths and bytes instead of tokens and tensors, and a hazard instead of a model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from vericache_core.runtime.costs import CostModel
+from vericache_core.runtime.modes import Demand, Mode
+from vericache_core.runtime.rounds import Situation
+from vericache_core.runtime.schedulable import Bytes
+from vericache_core.runtime.trace import Arrival
+from vericache_core.runtime.window import WindowController
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What a compressor is to a simulation.
+
+    Attributes:
+        keep: draft KV of a prefix as a fraction of its full KV, in bytes.
+        hazard: chance per drafted token to differ.
+        delta: whether a swap moves only what the draft KV lacks (token dropping) or everything (quantization).
+    """
+
+    keep: float = 0.2
+    hazard: float = 0.02
+    delta: bool = True
+
+
+class SimulatedRequest:
+    """See :class:`vericache_core.runtime.schedulable.Schedulable` for the properties that schedulers read."""
+
+    def __init__(
+        self,
+        number: int,
+        arrival: Arrival,
+        compression: Compression,
+        token_bytes: int,
+        costs: CostModel,
+        *,
+        mode: Mode,
+        tier: str,
+        window: int,
+        controller: WindowController | None,
+        prefill: bool,
+        seed: int,
+    ) -> None:
+        self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
+        self.mode, self.tier, self.controller, self.window = mode, tier, controller, window
+        self.prompt, self.new_tokens = arrival.prompt_tokens, arrival.new_tokens
+        self.hazard = compression.hazard if arrival.hazard is None else arrival.hazard
+        self.prefill = self.prompt if prefill else 0
+        self.committed = 0
+        self.drafts = 0
+        self.link_left: float | None = None
+        self.first_token_at: float | None = None
+        self._compression, self._token_bytes, self._costs = compression, token_bytes, costs
+        self._numbers = random.Random(f"{seed} {number}")  # noqa: S311  (a simulation, no secret)
+
+    # -- what schedulers read ------------------------------------------------------------------------
+
+    @property
+    def drafting(self) -> bool:
+        """See the protocol."""
+        return self.mode != "plain"
+
+    @property
+    def most(self) -> int:
+        """See the protocol."""
+        return max(0, self.new_tokens - self.committed - 1)
+
+    @property
+    def holds(self) -> Bytes:
+        """See the protocol."""
+        full = (self.prompt + self.new_tokens) * self._token_bytes
+        draft = self._draft_bytes(self.new_tokens)
+        if self.mode == "plain":
+            return Bytes(full, 0.0, 0.0)
+        if self.mode == "pinned":
+            return Bytes(full + draft, 0.0, 0.0)
+        return Bytes(draft, full if self.tier == "host" else 0.0, full if self.tier == "disk" else 0.0)
+
+    @property
+    def transient(self) -> float:
+        """See the protocol."""
+        return self._swap_bytes(self.new_tokens)
+
+    @property
+    def link_seconds(self) -> float:
+        """See the protocol."""
+        return self._costs.swap_seconds(self.tier, self.swap_bytes) if self.mode == "offloaded" else 0.0
+
+    @property
+    def swapped_in(self) -> bool:
+        """See the protocol."""
+        return self.mode != "offloaded" or (self.link_left is not None and self.link_left <= 0)
+
+    # -- bytes ---------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in its full KV."""
+        return self.prompt - self.prefill + self.committed
+
+    @property
+    def full_bytes(self) -> float:
+        """Bytes of its full KV."""
+        return self.tokens * self._token_bytes
+
+    @property
+    def draft_bytes(self) -> float:
+        """Bytes of its draft KV."""
+        return self._draft_bytes(self.committed)
+
+    @property
+    def swap_bytes(self) -> float:
+        """Bytes that a swap moves."""
+        return self._swap_bytes(self.committed)
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes on the device now, without a swap."""
+        if self.mode == "plain":
+            return self.full_bytes
+        return self.draft_bytes + (self.full_bytes if self.mode == "pinned" else 0.0)
+
+    def _draft_bytes(self, committed: int) -> float:
+        return (self.prompt * self._compression.keep + committed) * self._token_bytes
+
+    def _swap_bytes(self, committed: int) -> float:
+        if self.mode != "offloaded":
+            return 0.0
+        full = (self.prompt + committed) * self._token_bytes
+        return full - self._draft_bytes(committed) if self._compression.delta else full
+
+    # -- rounds --------------------------------------------------------------------------------------
+
+    def verify(self) -> int:
+        """Verify what is drafted; returns how many drafts were accepted. One token more is committed."""
+        accepted = 0
+        while accepted < self.drafts and self._numbers.random() >= self.hazard:
+            accepted += 1
+        self.committed += accepted + 1
+        self.drafts, self.link_left = 0, None
+        return accepted
+
+    def situation(self, requests: int, swapping: int, *, lockstep: bool) -> Situation:
+        """What the window controller's prices depend on."""
+        return Situation(
+            requests, self.tokens, self.full_bytes, self.draft_bytes, self.swap_bytes, self.tier, max(1, swapping), lockstep
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether its answer is complete."""
+        return self.committed >= self.new_tokens
+
+    def preempted(self) -> None:
+        """Everything it held is gone and will be computed again."""
+        self.prefill, self.drafts, self.link_left = self.prompt, 0, None
+
+
+def demand(arrival: Arrival, compression: Compression, token_bytes: int, tier: str, hazard: float) -> Demand:
+    """What the mode choice looks at; ``hazard`` is what is believed, not what the arrival says."""
+    tokens = arrival.prompt_tokens + arrival.new_tokens
+    full = tokens * token_bytes
+    draft = (arrival.prompt_tokens * compression.keep + arrival.new_tokens) * token_bytes
+    swap = full - draft if compression.delta else full
+    return Demand(tokens, full, draft, swap, swap, tier, hazard, arrival.new_tokens)
