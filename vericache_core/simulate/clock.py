@@ -184,7 +184,7 @@ class Simulation:
         if drafted:
             self.result.windows.append(drafted)
             self.result.accepted += accepted
-        self.result.tokens += min(request.committed, request.new_tokens) - before
+        self.result.tokens += request.committed - before
         if request.first_token_at is None:
             request.first_token_at = self.now
             self.result.first_tokens.append(self.now - request.arrival)

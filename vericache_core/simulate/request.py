@@ -158,7 +158,7 @@ class SimulatedRequest:
 
     def preempted(self) -> None:
         """Everything it held is gone and will be computed again."""
-        self.prefill, self.drafts, self.link_left = self.prompt, 0, None
+        self.prefill, self.drafts, self.link_left = self.prompt + self.committed, 0, None
 
 
 def demand(arrival: Arrival, compression: Compression, token_bytes: int, tier: str, hazard: float) -> Demand:

@@ -1,0 +1,100 @@
+"""Single steps, with a scheduler that plans what it is told to."""
+
+from __future__ import annotations
+
+import pytest
+
+from vericache_core.errors import VeriCacheError
+from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.lockstep import LockstepScheduler
+from vericache_core.runtime.modes import Mode
+from vericache_core.runtime.schedulable import Part, StepPlan
+from vericache_core.runtime.trace import Arrival
+from vericache_core.simulate.clock import Simulation
+from vericache_core.simulate.request import Compression, SimulatedRequest
+
+COSTS = CostModel({8: 1.0}, read=0.001, pair=0.01, links={"host": Link(0.0, 0.01)}, layers=10)
+
+
+class Scripted(LockstepScheduler):
+    def __init__(self, plans: list[StepPlan]) -> None:
+        super().__init__()
+        self.plans = plans
+
+    def plan(self, now: float) -> StepPlan:
+        self.running, self.waiting = [*self.running, *self.waiting], []
+        return self.plans.pop(0) if self.plans else StepPlan()
+
+
+def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2) -> Simulation:
+    """Requests of 100 tokens, a byte a token: 50 bytes of draft KV, and 50 to swap in, half a second of link time."""
+    requests = [
+        SimulatedRequest(
+            number,
+            Arrival(0.0, 100, 50),
+            Compression(0.5, 0.0),
+            1,
+            COSTS,
+            mode=mode,
+            tier="host",
+            window=2,
+            controller=None,
+            prefill=False,
+            seed=0,
+        )
+        for number in range(count)
+    ]
+    found = Simulation(COSTS, Scripted(plans), requests)
+    with pytest.raises(VeriCacheError, match="stands still"):
+        found.run()
+    return found
+
+
+def left(found: Simulation) -> list[float | None]:
+    return [found._requests[number].link_left for number in sorted(found._requests)]
+
+
+def test_swaps_share_one_link_in_the_order_given() -> None:
+    draft = (Part(0, "draft", 1),)
+    found = simulation([StepPlan(parts=draft, streams=(2, 1, 0))], count=3)
+    # A step of 1.05 seconds: two whole swaps, and what is left for the third.
+    assert left(found) == pytest.approx([0.45, 0.0, 0.0])
+    assert found.result.seconds == 0  # only a run that ends says how long it took
+    assert found.now == pytest.approx(1.05)
+    assert found.result.swap_seconds == pytest.approx(1.5)
+    assert found.result.exposed_seconds == 0
+    assert found.result.peak_kv_bytes == pytest.approx(3 * 50 + 3 * 50)
+
+
+def test_a_verify_waits_for_what_is_missing_and_hides_the_rest() -> None:
+    found = simulation(
+        [
+            StepPlan(parts=(Part(0, "draft", 1),)),
+            StepPlan(parts=(Part(0, "draft", 1),)),
+            StepPlan(parts=(Part(0, "verify", 3),), streams=(0,)),
+        ]
+    )
+    compute = 1.0 + 100 * 0.001 + 3 * 101.5 * 0.01
+    assert found.now == pytest.approx(2 * 1.05 + compute + 0.5 / 10)
+    assert found.result.exposed_seconds == pytest.approx(0.05)
+    assert found._requests[0].committed == 3
+    assert found.result.windows == [2]
+    assert found.result.accepted == 2
+
+
+def test_drafts_read_the_draft_kv_and_plain_rows_the_full_one() -> None:
+    parts = (Part(0, "draft", 1), Part(1, "draft", 1))
+    assert simulation([StepPlan(parts=parts)], "pinned").now == pytest.approx(1.0 + 2 * 50 * 0.001)
+    parts = (Part(0, "decode", 1), Part(1, "decode", 1))
+    assert simulation([StepPlan(parts=parts)], "plain").now == pytest.approx(1.0 + 2 * 100 * 0.001)
+
+
+def test_a_preempted_request_starts_over() -> None:
+    plans = [
+        StepPlan(parts=(Part(0, "decode", 1),)),
+        StepPlan(preempt=(0,), parts=(Part(1, "decode", 1),)),
+        StepPlan(parts=(Part(0, "prefill", 8),)),
+    ]
+    found = simulation(plans, "plain")
+    assert found._requests[0].prefill == 101 - 8  # its prompt and the token it had written
+    assert found._requests[0].committed == 1
