@@ -45,9 +45,42 @@ class EngineConfig:
     options: Mapping[str, Any] = option(default_factory=dict, help="further options of the compressor")
     identity: Literal["bitwise", "token"] = option("bitwise", help="the promise that is kept, or refused by name")
     full_kv: Literal["device", "host", "disk"] = option("host", help="tier where the full KV lives")
-    window: int = option(8, help="tokens drafted before a verify", unit="tokens", ge=1)
+    window: int | Literal["auto"] = option(
+        8,
+        help="tokens drafted before a verify; auto: as many as pay, by measured costs and each request's own acceptance",
+        unit="tokens",
+        ge=1,
+    )
+    proposer: Literal["none", "ngram"] = option(
+        "none",
+        help="guesses many tokens for the drafter, or for the full KV where nothing drafts: ngram looks in the text so far",
+    )
+    mode: Literal["auto", "plain", "pinned", "offloaded"] = option(
+        "offloaded",
+        help="plain: no drafts; pinned: full KV stays on the device beside the draft KV; offloaded: it lives on `full_kv`; "
+        "auto: the fastest of these by measured costs, within `device_budget`",
+    )
+    scheduler: Literal["auto", "staggered", "lockstep"] = option(
+        "auto",
+        help="staggered: verifies of some beside drafts of others; lockstep: all draft, then all verify; "
+        "auto: staggered where full KV is swapped",
+    )
+    device_budget: int | None = option(None, help="most device bytes for KV; requests beyond it wait", unit="bytes", ge=1)
+    host_budget: int | None = option(None, help="most host bytes for offloaded full KV", unit="bytes", ge=1)
+    disk_budget: int | None = option(None, help="most disk bytes for offloaded full KV", unit="bytes", ge=1)
+    max_running: int = option(1024, help="requests that run at a time", ge=1)
+    max_queue: int = option(1024, help="requests that may wait; one more is refused", ge=1)
+    calibration: str | None = option(
+        None, help="file of `vericache calibrate`; none: window or mode auto measure for about two seconds at start"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", help="dtype of weights and KV")
     rows: int = option(32, help="query rows of every step; part of the identity contract", ge=2, le=1024)
+    shapes: Literal["auto", "one"] = option(
+        "auto", help="rows of steps: also a quarter and four times `rows` where the probe finds the same bits, or only `rows`"
+    )
+    pack_weights: Literal["auto", "always", "never"] = option(
+        "auto", help="lay linear weights out for the CPU's kernels, a second copy in memory; auto: models up to 2 GiB"
+    )
     device: str = option("auto", help="where the model runs: auto, cpu, cuda or cuda:N")
     threads: int | None = option(None, help="CPU threads; none for torch's own choice", ge=1)
     ring_layers: int = option(2, help="layers of full KV on the device at once while it streams in", ge=2, le=4)
@@ -75,7 +108,7 @@ class EngineConfig:
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("compressor", "swap_dir"):
+        for name in ("compressor", "swap_dir", "calibration"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: expected text, got an empty one")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,15 @@ from vericache_core.model.admission import admit
 from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
 from vericache_core.plugins.registry import Registry, default_registry
-from vericache_core.runtime.backend import choose_attention
+from vericache_core.runtime.backend import choose_attention, set_threads
 from vericache_core.runtime.choose import TokenChooser
 from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop, uncompressed_layers
+from vericache_core.runtime.measure import fingerprint, measure
 from vericache_core.runtime.metrics import RequestMetrics
 from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
+from vericache_core.runtime.planning import Planner
+from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request, describe
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -78,6 +82,35 @@ class StreamChunk:
     output: RequestOutput | None = None
 
 
+class Job:
+    """A submitted request; see :meth:`Engine.submit`."""
+
+    def __init__(
+        self, request: Request, step: Callable[[], object], drop: Callable[[], None], output: Callable[[], RequestOutput]
+    ) -> None:
+        self._request, self._step, self._drop, self._output = request, step, drop, output
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self._request.finished
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens committed so far; they never change."""
+        return tuple(self._request.generated)
+
+    def cancel(self) -> None:
+        """End it; what was committed stays."""
+        self._drop()
+
+    def result(self) -> RequestOutput:
+        """Run steps until it is finished and return its output."""
+        while not self._request.finished:
+            self._step()
+        return self._output()
+
+
 class Engine:
     """Generates over one model. Use one thread at a time; a second one waits.
 
@@ -93,28 +126,41 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         if self.config.threads:
-            torch.set_num_threads(self.config.threads)
+            set_threads(self.config.threads)
         self.tokenizer = tokenizer
-        self.adapter = ModelAdapter(model, self.config.rows)
+        self.adapter = ModelAdapter(model, self.config.rows, self.config.pack_weights)
         self._registry = (registry or default_registry()).without(self.config.disable_plugins)
         self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
         self._attend = attend
-        self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe)
+        further = () if self.config.shapes == "one" else (max(2, self.config.rows // 4), self.config.rows * 4)
+        self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
         self._eos = ending_ids(model, tokenizer)
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
         self._lock = threading.RLock()
+        self.planner = Planner(
+            self.config,
+            self.adapter,
+            lambda: measure(self.adapter, attend, self.config.swap_dir),
+            lambda: fingerprint(self.adapter),
+        )
+        scheduler = self.planner.scheduler()
+        self.planner.attach(scheduler)
         self.loop = StepLoop(
             self.adapter,
             attend,
             self._ring,
-            lambda request: self._full_kv(request.compressor, len(request.tokens)),
+            scheduler,
+            lambda request: self._full_kv(request.compressor, request.metrics.mode),
+            self.planner.holds,
             self.config.fold,
             self.config.on_compressor_error,
             self.config.on_swap_error,
             None if tokenizer is None else self._encode,
         )
         if self.config.compressor is not None:
+            if self.planner.chooses:
+                _ = self.planner.pricer  # measured now, while nothing else runs
             self._compressor(self.config.compressor)  # an unknown name or a bad option must not wait for the first prompt
 
     @classmethod
@@ -169,10 +215,11 @@ class Engine:
             requests: list[Request] = []
             try:
                 for prompt, own, name in zip(many, each, names, strict=True):
-                    requests.append(self._request(prompt, own, name, record_logits))
-                for request in requests:
-                    self.loop.add(request)
+                    requests.append(self._request(prompt, own, name, record_logits, company=len(many)))
+                coming = deque(requests)
                 while any(not request.finished for request in requests):
+                    while coming and self.loop.queued < self.config.max_queue:
+                        self.loop.add(coming.popleft())
                     self.loop.step()
                     if progress is not None:
                         progress(*_progress(requests))
@@ -211,6 +258,45 @@ class Engine:
             with self._lock:
                 self._drop(request)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        compressor: str | None = _CONFIGURED,
+        priority: int = 0,
+        record_logits: bool = False,
+    ) -> Job:
+        """Take a request in while others run; :meth:`step` runs them all.
+
+        A higher ``priority`` goes first, and may preempt lower ones; the rest is as for :meth:`generate`.
+
+        Raises:
+            PromptError, ConfigError: the request cannot be run, or can never fit into the budgets.
+            QueueFull: ``max_queue`` requests wait already.
+        """
+        with self._lock:
+            company = len(self.loop.requests) + 1
+            request = self._request(prompt, params or SamplingParams(), compressor, record_logits, company, priority)
+            try:
+                self.loop.add(request)
+            except VeriCacheError:
+                request.close()
+                raise
+
+        def drop() -> None:
+            with self._lock:
+                self._drop(request)
+
+        return Job(request, self.step, drop, lambda: self._output(request))
+
+    def step(self) -> bool:
+        """Run one step of everything that was submitted; False when there is nothing left to run."""
+        with self._lock:
+            if self.loop.requests:
+                self.loop.step()
+            return bool(self.loop.requests)
+
     def close(self) -> None:
         """Cancel what runs and give back memory, files and the swap thread."""
         with self._lock:
@@ -226,7 +312,15 @@ class Engine:
 
     # -- building requests ---------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: SamplingParams, compressor: str | None, record: bool) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        compressor: str | None,
+        record: bool,
+        company: int = 1,
+        priority: int = 0,
+    ) -> Request:
         ids, protected = encode_prompt(prompt, self.tokenizer, self.adapter.vocab_size)
         self._check_length(len(ids), params)
         name = self.config.compressor if compressor == _CONFIGURED else compressor
@@ -235,8 +329,18 @@ class Engine:
         )
         output = OutputBuffer(params, self._eos, self._decode)
         drafter = None if name is None or params.max_new_tokens < 2 else self._compressor(name)
-        full = self._full_kv(drafter, len(ids) + params.max_new_tokens)
-        request = Request(ids, params, chooser, output, full, drafter, self.config.window)
+        mode = self.planner.mode(
+            None if drafter is None else name, len(ids) + params.max_new_tokens, params.max_new_tokens, company
+        )
+        drafter = None if mode == "plain" else drafter
+        full = self._full_kv(drafter, mode)
+        window = 0 if self.config.window == "auto" else self.config.window
+        request = Request(ids, params, chooser, output, full, drafter, window, priority)
+        if drafter is not None and name is not None:
+            request.pace = self.planner.pace(request, name, self.loop.company)
+        if self.config.proposer == "ngram":
+            request.proposer = NGramProposer()
+        request.metrics.mode = mode
         request.metrics.compressor, request.metrics.identity = name, self.admission.identity
         request.protected = protected
         request.logits = [] if record else None
@@ -268,11 +372,11 @@ class Engine:
                 hint=f"vericache-conform run {name} --passport",
             )
 
-    def _full_kv(self, compressor: Compressor | None, tokens: int) -> FullKV:
+    def _full_kv(self, compressor: Compressor | None, mode: str) -> FullKV:
         # Plain decoding needs every row at every step: on another tier it would stream the whole cache per token.
-        tier = "device" if compressor is None else self.config.full_kv
+        tier = self.config.full_kv if mode == "offloaded" else "device"
         pinned = uncompressed_layers(self.adapter, compressor)
-        return FullKV(self.adapter.layers, self.adapter.device, tier, pinned, self._ring, self.config.swap_dir, tokens)
+        return FullKV(self.adapter.layers, self.adapter.device, tier, pinned, self._ring, self.config.swap_dir)
 
     def _check_length(self, prompt: int, params: SamplingParams) -> None:
         limits = [limit for limit in (self.adapter.max_positions, self.config.max_model_len) if limit is not None]

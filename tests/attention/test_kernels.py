@@ -20,7 +20,7 @@ from vericache_core.attention.paged import AttentionJob, attend_reference
 from vericache_core.cache.pages import PAGE, PagedRows
 from vericache_core.kv import LayerDescriptor
 
-Attend = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob]], Tensor]
+Attend = Callable[..., Tensor]
 BOTH: list[Any] = [pytest.param(attend_numba, id="numba"), pytest.param(attend_reference, id="reference")]
 CPU = torch.device("cpu")
 
@@ -98,13 +98,17 @@ def test_a_sliding_window_starts_where_it_should(attend: Attend, position: int, 
     torch.testing.assert_close(found[1:6].double(), dense(query, job), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("poison", [float("nan"), 1e4, float("inf")])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [None, 6, 7])
 @pytest.mark.parametrize("attend", BOTH)
-def test_rows_that_are_not_seen_contribute_exactly_nothing(attend: Attend, window: int | None, poison: float) -> None:
+def test_rows_that_are_not_seen_contribute_exactly_nothing(
+    attend: Attend, window: int | None, poison: float, dtype: torch.dtype
+) -> None:
     """Rejected rows, another request's old rows, rows before a window: whatever they hold."""
-    layer = descriptor(window=window)
+    layer = descriptor(window=window, dtype=dtype)
     query, keys, values = new_rows(layer, 8, seed=5)
+    query = query.to(dtype)
     bits = []
     for fill in (0.0, poison):
         pages = paged(layer, (PAGE + 7, PAGE + 7), seed=6, poison=fill)
@@ -137,10 +141,12 @@ def test_nan_in_a_row_that_is_seen_shows(attend: Attend, where: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attend", BOTH)
-def test_a_row_has_the_same_bits_in_any_company(attend: Attend, dtype: torch.dtype) -> None:
-    layer = descriptor(heads=6, dtype=dtype)
+@pytest.mark.parametrize("widths", [(16, 16), (64, 80)])
+def test_a_row_has_the_same_bits_in_any_company(attend: Attend, dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    layer = descriptor(heads=6, dtype=dtype, head_dim=widths[0], value_dim=widths[1])
     length = PAGE - 4
     query, keys, values = new_rows(layer, 16, seed=7)
+    query = query.to(dtype)  # bfloat16 queries take the dot form where the CPU has it
     one_by_one = []
     pages = paged(layer, (length, length), seed=8)
     for row in range(9):
@@ -153,6 +159,7 @@ def test_a_row_has_the_same_bits_in_any_company(attend: Attend, dtype: torch.dty
             again = paged(layer, (length, length), seed=8, poison=float("nan"))
             other = paged(layer, (300, 3), seed=9)
             q, k, v = new_rows(layer, 16, seed=10)
+            q = q.to(dtype)
             q[first : first + count], k[first : first + count] = query[:count], keys[:count]
             v[first : first + count] = values[:count]
             jobs = [AttentionJob(first, count, again, again.lengths, length)]
@@ -160,6 +167,33 @@ def test_a_row_has_the_same_bits_in_any_company(attend: Attend, dtype: torch.dty
                 jobs.insert(0, AttentionJob(0, 6, other, other.lengths, 300))
             found = attend(q, k, v, jobs)[first : first + count]
             assert same_bits(found, torch.stack(one_by_one[:count])), (first, count)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, PAGE + 3])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 40), (64, 64), (80, 96)])
+def test_bfloat16_queries_lose_no_more_than_bfloat16_weights(widths: tuple[int, int], window: int | None) -> None:
+    layer = descriptor(heads=6, dtype=torch.bfloat16, head_dim=widths[0], value_dim=widths[1], window=window)
+    query, keys, values = new_rows(layer, 9, seed=12)
+    query = query.bfloat16()
+    for length in (1, PAGE - 3, 2 * PAGE + 5):
+        pages = paged(layer, (length, length), seed=13)
+        job = AttentionJob(1, 7, pages, pages.lengths, length, window)
+        found = attend_numba(query, keys, values, [job], 1.5)
+        expected = dense(query * 1.5, job)  # 1.5 x bfloat16 is not always bfloat16: the dense one may round
+        torch.testing.assert_close(found[1:8].double(), expected, atol=2.0**-7, rtol=2.0**-7)
+
+
+def test_scaling_is_a_factor_on_the_scores() -> None:
+    layer = descriptor(heads=6)
+    query, keys, values = new_rows(layer, 8, seed=5)
+    found = []
+    for attend in (attend_numba, attend_reference):
+        for scaling in (0.5, 1.0):
+            pages = paged(layer, (30, 30), seed=6)
+            job = AttentionJob(0, 3, pages, pages.lengths, 30)
+            found.append(attend(query / scaling, keys, values, [job], scaling)[:3])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=2e-5, rtol=2e-5)
 
 
 @given(

@@ -51,9 +51,9 @@ def test_nan_in_a_draft_is_rejected() -> None:
     (expected,) = ours.generate(prompt(20), SamplingParams(max_new_tokens=20), compressor=None)
     attend, original = ours.loop._attend, ours.loop._attend
 
-    def spoiling(query: Tensor, keys: Tensor, values: Tensor, jobs: Any) -> Tensor:
-        output: Tensor = attend(query, keys, values, jobs)
-        return output * float("nan") if len(jobs) == 1 and ours.loop.requests[0].want().phase == "draft" else output
+    def spoiling(query: Tensor, keys: Tensor, values: Tensor, jobs: Any, scaling: float) -> Tensor:
+        output: Tensor = attend(query, keys, values, jobs, scaling)
+        return output * float("nan") if len(jobs) == 1 and ours.loop.requests[0].verifying is False else output
 
     ours.loop._attend = spoiling
     try:

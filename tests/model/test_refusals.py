@@ -140,7 +140,7 @@ def test_a_model_whose_window_we_are_not_told_of_is_refused_by_the_numbers() -> 
 
 @pytest.mark.parametrize("wrong", ["mask", "window", "positions", "scaling"])
 def test_an_attention_that_ignores_something_is_refused_by_the_numbers(wrong: str) -> None:
-    def ignoring(query: Tensor, keys: Tensor, values: Tensor, jobs: list[AttentionJob]) -> Tensor:
+    def ignoring(query: Tensor, keys: Tensor, values: Tensor, jobs: list[AttentionJob], factor: float) -> Tensor:
         for job in jobs:
             if wrong == "window":
                 job.window = None
@@ -152,7 +152,7 @@ def test_an_attention_that_ignores_something_is_refused_by_the_numbers(wrong: st
             query = query * 1.01
         if wrong == "positions":
             keys = keys.roll(1, -1)
-        return attend_reference(query, keys, values, jobs)
+        return attend_reference(query, keys, values, jobs, factor)
 
     adapter = ModelAdapter(build("mistral"), 16)
     admit(adapter, attend_reference, "bitwise", probe=False)
@@ -160,9 +160,9 @@ def test_an_attention_that_ignores_something_is_refused_by_the_numbers(wrong: st
         admit(adapter, ignoring, "bitwise", probe=False)  # type: ignore[arg-type]
 
 
-def depends_on_place(query: Tensor, keys: Tensor, values: Tensor, jobs: list[AttentionJob]) -> Tensor:
+def depends_on_place(query: Tensor, keys: Tensor, values: Tensor, jobs: list[AttentionJob], factor: float) -> Tensor:
     """Right to a few bits, which depend on the row's place in the step."""
-    output = attend_reference(query, keys, values, jobs)
+    output = attend_reference(query, keys, values, jobs, factor)
     shift = torch.arange(output.shape[0], dtype=torch.float32)[:, None, None]
     return output * (1 + shift * 2.0**-22)
 

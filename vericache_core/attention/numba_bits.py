@@ -31,10 +31,10 @@ def float_from_bits(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def float_from_half(typing_context: Any, bits: Any) -> Any:
-    """uint16 bit pattern of a float16 -> float32."""
+def bits_from_float(typing_context: Any, value: Any) -> Any:
+    """float32 -> uint32 bit pattern."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+        return builder.bitcast(arguments[0], ir.IntType(32))
 
-    return types.float32(types.uint16), generate
+    return types.uint32(types.float32), generate

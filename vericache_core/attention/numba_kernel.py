@@ -1,15 +1,17 @@
 """The fixed-block attention of the law as one compiled CPU kernel (needs Numba, no C compiler).
 
-Each (row, head) pair runs one fixed sequence of float32 operations over the pages, whoever shares the
-step and on whichever thread it lands, so a row's result is row-invariant by construction:
+Each (row, head) pair runs one fixed sequence of operations over the pages, whoever shares the step and on
+whichever thread it lands, so a row's result is row-invariant by construction:
 
-- a score is a sum over channels in channel order, computed for the ``PAGE`` keys of a page side by side;
-- keys outside the row's ``[start, limit)`` get weight 0 and their values are never read;
+- scores and weighted sums are the register tiles of ``numba_tiles.py``, in which every number is one chain of
+  multiply-adds in order, however many rows share the tile;
+- keys outside the row's ``[start, limit)`` get weight 0 and their values are never multiplied;
 - the sum of weights runs over ``LANES`` fixed partial sums, then lane by lane;
 - ``exp`` is a polynomial written out here (Cephes ``expf``), not a library call that may differ by lane.
 
-Threads take (row block, KV head) items; a block converts each page to float32 once for its rows.
-The torch reference in ``paged.py`` computes the same attention; the two differ in the last bits only, and
+Where queries and KV are bfloat16 and the CPU multiplies bfloat16 pairs, it does, and softmax weights are rounded
+to bfloat16 before they meet the values (their sum is that of the rounded ones); accumulation is float32 either way.
+Threads take (row block, KV head) items. The torch reference in ``paged.py`` computes the same attention in float32;
 an engine uses one of them throughout.
 """
 
@@ -24,15 +26,23 @@ import torch
 from numba import carray, njit, prange
 from torch import Tensor
 
-from vericache_core.attention.numba_bits import as_pointer, float_from_bits, float_from_half
+from vericache_core.attention.numba_bits import as_pointer, bits_from_float, float_from_bits
+from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
+from vericache_core.attention.places import lay_out
 from vericache_core.cache.pages import PAGE
 
 LANES = 16
-ROW_BLOCK = 8
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ROW_BLOCK = 16
+"""Most rows of one work item."""
+DOT, FLOAT32, BFLOAT16, FLOAT16 = range(4)
+FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+HAVE_DOT = has_dot()
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+_dot_tile = make_tile("dot" if HAVE_DOT else "bfloat16")  # without the instruction the name must exist and is never called
+_float32_tile, _bfloat16_tile, _float16_tile = make_tile("float32"), make_tile("bfloat16"), make_tile("float16")
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
@@ -51,45 +61,120 @@ def _exp(x: Any) -> Any:
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _load(address: Any, kind: Any, count: Any, target: Any) -> Any:
-    """Convert ``count`` consecutive numbers at ``address`` to float32."""
-    if kind == 0:
-        words = carray(as_pointer(address), (count,), np.uint32)
-        for i in range(count):
-            target[i] = float_from_bits(words[i])
-    elif kind == 1:
-        halves = carray(as_pointer(address), (count,), np.uint16)
-        for i in range(count):
-            target[i] = float_from_bits(np.uint32(halves[i]) << np.uint32(16))
+def address(array: Any) -> Any:
+    """Where ``array`` lies; signed, because Numba turns a sum of signed and unsigned integers into a float."""
+    return np.int64(array.ctypes.data)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _tile(
+    form: Any, rows: Any, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any
+) -> None:
+    if form == DOT:
+        _dot_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
+    elif form == FLOAT32:
+        _float32_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
+    elif form == BFLOAT16:
+        _bfloat16_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
     else:
-        halves = carray(as_pointer(address), (count,), np.uint16)
-        for i in range(count):
-            target[i] = float_from_half(halves[i])
+        _float16_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
 
 
-@njit(inline="always", fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_four(target: Any, factors: Any, rows: Any, width: Any) -> Any:
-    """``target += factors @ rows`` for four rows of ``width``, added one after the other.
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _weigh(form: Any, rows: Any, weights: Any, step: Any, low: Any, high: Any, values: Any, acc: Any, shape: Any) -> None:
+    """``acc[r] += weights[r, low:high] @ values[low:high]``; ``low`` and ``high`` in rows of ``values`` (dot: pairs).
 
-    Four at a time keep ``target`` in registers between them: the same bits as four calls of ``_add_one``,
-    more than twice as fast.
+    ``weights``, ``values`` and ``acc`` are addresses; ``shape`` is (width of a number of values, value_dim,
+    padded value_dim). A weight takes four bytes in either form: a float32, or a pair of bfloat16.
     """
-    a, b, c, e = factors[0], factors[1], factors[2], factors[3]
-    first, second, third, fourth = rows[:width], rows[width : 2 * width], rows[2 * width : 3 * width], rows[3 * width :]
-    for i in range(width):
-        target[i] = target[i] + a * first[i] + b * second[i] + c * third[i] + e * fourth[i]
+    width, value_dim, padded = shape
+    unit = 2 if form == DOT else 1
+    line = value_dim * width
+    for column in range(0, value_dim, COLUMNS):
+        at = values + low * unit * line + column * width
+        target, rest = acc + column * 4, value_dim - column
+        _tile(form, rows, weights + low * 4, step, at, line, high - low, target, padded * 4, rest)
 
 
-@njit(inline="always", fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_one(target: Any, factor: Any, row: Any, width: Any) -> Any:
-    for i in range(width):
-        target[i] += factor * row[i]
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _weigh_half(weights: Any, begin: Any, end: Any, pair: Any, values: Any, acc: Any, spare: Any, shape: Any) -> None:
+    """One pair of bfloat16 rows of which ``[begin, end)`` hides one: that one is read as zeros."""
+    value_dim = shape[1]
+    rows = carray(as_pointer(values), (PAGE, value_dim), np.uint16)
+    for half in range(2):
+        seen = begin <= 2 * pair + half < end
+        for d in range(value_dim):
+            spare[half, d] = rows[2 * pair + half, d] if seen else np.uint16(0)
+    _weigh(DOT, 1, weights + pair * 4, 0, 0, 1, address(spare), acc, shape)
 
 
-@njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def _attend(  # noqa: C901, PLR0912 (a kernel is one loop nest)
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _weigh_alone(form: Any, weights: Any, units: Any, seen: Any, values: Any, acc: Any, spare: Any, shape: Any) -> None:
+    """A single row against the rows of values that it sees within ``units``, in order."""
+    begin, end = seen
+    low, high = units
+    if form != DOT:
+        if high > low:
+            _weigh(form, 1, weights, 0, low, high, values, acc, shape)
+        return
+    if low < high and 2 * low < begin:
+        _weigh_half(weights, begin, end, low, values, acc, spare, shape)
+        low += 1
+    whole = min(high, end // 2)
+    if whole > low:
+        _weigh(form, 1, weights, 0, low, whole, values, acc, shape)
+        low = whole
+    if low < high:
+        _weigh_half(weights, begin, end, low, values, acc, spare, shape)
+
+
+@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _soften(  # noqa: C901, PLR0912 (fixed passes over a page, one after the other)
+    scores: Any, scaling: Any, begin: Any, end: Any, top: Any, rounded: Any
+) -> Any:
+    """Scores ``[PAGE]`` to weights in place; returns ``(new top, factor for what came before, sum of the weights)``.
+
+    With ``rounded`` the weights are rounded to bfloat16, to nearest even.
+    """
+    lanes = np.full(LANES, -np.inf, np.float32)
+    for j in range(PAGE):
+        scores[j] = scores[j] * scaling
+    for j in range(begin):
+        scores[j] = np.float32(-np.inf)
+    for j in range(end, PAGE):
+        scores[j] = np.float32(-np.inf)
+    for j in range(0, PAGE, LANES):
+        for i in range(LANES):
+            lanes[i] = max(lanes[i], scores[j + i])
+    peak = top
+    for i in range(LANES):
+        peak = max(peak, lanes[i])
+        lanes[i] = np.float32(0.0)
+    for j in range(PAGE):
+        scores[j] = _exp(scores[j] - peak)
+    for j in range(begin):
+        scores[j] = np.float32(0.0)
+    for j in range(end, PAGE):
+        scores[j] = np.float32(0.0)
+    if rounded:
+        for j in range(PAGE):
+            bits = bits_from_float(scores[j])
+            bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+            scores[j] = float_from_bits(bits)
+    for j in range(0, PAGE, LANES):
+        for i in range(LANES):
+            lanes[i] += scores[j + i]
+    mass = np.float32(0.0)
+    for i in range(LANES):
+        mass += lanes[i]
+    return peak, _exp(top - peak), mass
+
+
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def _attend(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
     query: Any,
-    kind: Any,
+    scaling: Any,
+    form: Any,
     key_pages: Any,
     value_pages: Any,
     tables: Any,
@@ -100,64 +185,87 @@ def _attend(  # noqa: C901, PLR0912 (a kernel is one loop nest)
     total: Any,
     acc: Any,
 ) -> None:
-    heads, head_dim, value_dim = query.shape[1], query.shape[2], acc.shape[2]
+    heads, words, value_dim = query.shape[1], query.shape[2], acc.shape[2]
     kv_heads = limits.shape[1]
     group = heads // kv_heads
-    width = 4 if kind == 0 else 2
+    width = 4 if form == FLOAT32 else 2
+    unit = 2 if form == DOT else 1
+    padded = (value_dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    shape = (width, value_dim, padded)
+    head_dim = words * unit
+    line = words * 4
     for item in prange(items.shape[0] * kv_heads):
         block, kv_head = item // kv_heads, item % kv_heads
         low, high = items[block, 0], items[block, 1]
-        table = tables[low]
-        keys = np.empty(head_dim * PAGE, np.float32)
-        values = np.empty(PAGE * value_dim, np.float32)
-        weights = np.empty(PAGE, np.float32)
-        lanes = np.empty(LANES, np.float32)
+        table, first_head = tables[low], kv_head * group
+        count = (high - low) * group
+        mine = np.empty((count, words), np.uint32)
+        sums = np.zeros((count, padded), np.float32)
+        scores = np.empty((TILE, PAGE), np.float32)
+        pairs = np.empty((TILE, PAGE), np.uint16)
+        spare = np.empty((2, value_dim), np.uint16)
         first, last = starts[low], limits[low, kv_head]
         for row in range(low, high):
             first = min(first, starts[row])
             last = max(last, limits[row, kv_head])
+            for head in range(group):
+                for d in range(words):
+                    mine[(row - low) * group + head, d] = query[row, first_head + head, d]
+                for d in range(value_dim):
+                    sums[(row - low) * group + head, d] = acc[row, first_head + head, d]
+        weights, step = (address(pairs), PAGE * 2) if form == DOT else (address(scores), PAGE * 4)
         for page in range(first // PAGE, (last + PAGE - 1) // PAGE):
-            _load(key_pages[table + page] + kv_head * head_dim * PAGE * width, kind, head_dim * PAGE, keys)
-            _load(value_pages[table + page] + kv_head * value_dim * PAGE * width, kind, PAGE * value_dim, values)
-            for row in range(low, high):
-                begin = max(starts[row] - page * PAGE, 0)
-                end = min(limits[row, kv_head] - page * PAGE, PAGE)
-                if end <= begin:
-                    continue
-                for head in range(kv_head * group, (kv_head + 1) * group):
+            keys = key_pages[table + page] + kv_head * head_dim * PAGE * width
+            values = value_pages[table + page] + kv_head * value_dim * PAGE * width
+            for tile in range(0, count, TILE):
+                tall = min(TILE, count - tile)
+                for r in range(tall):
                     for j in range(PAGE):
-                        weights[j] = np.float32(0.0)
-                    for d in range(0, head_dim - 3, 4):
-                        _add_four(weights, query[row, head, d : d + 4], keys[d * PAGE : (d + 4) * PAGE], PAGE)
-                    for d in range(head_dim - head_dim % 4, head_dim):
-                        _add_one(weights, query[row, head, d], keys[d * PAGE : (d + 1) * PAGE], PAGE)
-                    peak = top[row, head]
-                    for j in range(begin, end):
-                        peak = max(peak, weights[j])
-                    for j in range(PAGE):
-                        weights[j] = _exp(weights[j] - peak)
-                    for j in range(begin):
-                        weights[j] = np.float32(0.0)
-                    for j in range(end, PAGE):
-                        weights[j] = np.float32(0.0)
-                    for i in range(LANES):
-                        lanes[i] = np.float32(0.0)
-                    for j in range(0, PAGE, LANES):
-                        for i in range(LANES):
-                            lanes[i] += weights[j + i]
-                    mass = np.float32(0.0)
-                    for i in range(LANES):
-                        mass += lanes[i]
-                    decay = _exp(top[row, head] - peak)
+                        scores[r, j] = np.float32(0.0)
+                for column in range(0, min(last - page * PAGE, PAGE), COLUMNS):
+                    own, at, target = address(mine) + tile * line, keys + column * width, address(scores) + column * 4
+                    _tile(form, tall, own, line, at, PAGE * width, words, target, PAGE * 4, COLUMNS)
+                together_from, together_to = 0, PAGE
+                for r in range(tall):
+                    row, head = low + (tile + r) // group, first_head + (tile + r) % group
+                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
+                    together_from, together_to = max(together_from, begin), min(together_to, end)
+                    if end <= begin:
+                        continue
+                    peak, decay, mass = _soften(scores[r], scaling, begin, end, top[row, head], form == DOT)
                     top[row, head] = peak
                     total[row, head] = total[row, head] * decay + mass
-                    for d in range(value_dim):
-                        acc[row, head, d] *= decay
-                    whole = begin + (end - begin) // 4 * 4
-                    for j in range(begin, whole, 4):
-                        _add_four(acc[row, head], weights[j : j + 4], values[j * value_dim : (j + 4) * value_dim], value_dim)
-                    for j in range(whole, end):
-                        _add_one(acc[row, head], weights[j], values[j * value_dim : (j + 1) * value_dim], value_dim)
+                    for d in range(padded):
+                        sums[tile + r, d] *= decay
+                    if form == DOT:
+                        for j in range(PAGE):
+                            pairs[r, j] = np.uint16(bits_from_float(scores[r, j]) >> np.uint32(16))
+                # What all rows of the tile see is done together, the ends row by row: the same order for each row.
+                common_from, common_to = (together_from + unit - 1) // unit, together_to // unit
+                if common_to <= common_from:
+                    common_from = common_to = 0
+                for r in range(tall):
+                    row = low + (tile + r) // group
+                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
+                    units = (begin // unit, common_from)
+                    if end > begin and units[1] > units[0]:
+                        target = address(sums) + (tile + r) * padded * 4
+                        _weigh_alone(form, weights + r * step, units, (begin, end), values, target, spare, shape)
+                if common_to > common_from:
+                    target = address(sums) + tile * padded * 4
+                    _weigh(form, tall, weights, step, common_from, common_to, values, target, shape)
+                for r in range(tall):
+                    row = low + (tile + r) // group
+                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
+                    units = (max(begin // unit, common_to), (end + unit - 1) // unit)
+                    if end > begin and units[1] > units[0]:
+                        target = address(sums) + (tile + r) * padded * 4
+                        _weigh_alone(form, weights + r * step, units, (begin, end), values, target, spare, shape)
+        for row in range(low, high):
+            for head in range(group):
+                mass = total[row, first_head + head]
+                for d in range(value_dim):
+                    acc[row, first_head + head, d] = sums[(row - low) * group + head, d] / mass
 
 
 @njit(error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -175,50 +283,54 @@ def _store(new_keys: Any, new_values: Any, key_pages: Any, value_pages: Any, tab
                 values[head, slot, d] = new_values[row, head, d]
 
 
-def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob]) -> Tensor:
+def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob], scaling: float = 1.0) -> Tensor:
     """Same contract as :func:`vericache_core.attention.paged.attend_reference`, CPU tensors only."""
     rows, heads = query.shape[0], query.shape[1]
-    kv_heads = keys.shape[1]
-    tables = np.zeros(rows, dtype=np.int64)
-    limits = np.zeros((rows, kv_heads), dtype=np.int64)
-    starts = np.zeros(rows, dtype=np.int64)
-    items: list[tuple[int, int]] = []
-    used: list[int] = []
-    offset = 0
-    for job in jobs:
-        job.pages.reserve(int(job.base.max()) + job.count)
-        stop = job.first + job.count
-        tables[job.first : stop], limits[job.first : stop], starts[job.first : stop] = offset, job.limits(), job.starts()
-        offset += len(job.pages.key_addresses)
-        used.extend(range(job.first, stop))
-        items.extend((low, min(low + ROW_BLOCK, stop)) for low in range(job.first, stop, ROW_BLOCK))
     output = torch.zeros((rows, heads, values.shape[2]), dtype=torch.float32)
     if not jobs:
         return output
-    key_pages = np.concatenate([job.pages.key_addresses for job in jobs])
-    value_pages = np.concatenate([job.pages.value_addresses for job in jobs])
-    _store(_bits(keys), _bits(values), key_pages, value_pages, tables, limits, np.array(used, dtype=np.int64))
-
+    at = lay_out(jobs, rows, keys.shape[1])
+    _store(_bits(keys), _bits(values), at.key_pages, at.value_pages, at.tables, at.limits, at.used)
     top = torch.full((rows, heads), float("-inf"))
     total = torch.zeros((rows, heads))
     for job in jobs:
         if job.prefix is not None:
-            _attend_prefix(query, job, top, total, output)
-    arrays = (top.numpy(), total.numpy(), output.numpy())
+            _attend_prefix(query, job, scaling, top, total, output)
+    form = FORMS[keys.dtype]
+    if HAVE_DOT and query.dtype == keys.dtype == torch.bfloat16 and query.shape[2] % 2 == 0:
+        form, own = DOT, query
+    else:
+        own = query.float()
+    places = (at.key_pages, at.value_pages, at.tables, at.limits, at.starts, _items(jobs))
+    # Words of 32 bits either way (a pair of bfloat16, a float32): one type, so one compiled kernel.
     _attend(
-        query.contiguous().numpy(), KINDS[keys.dtype], key_pages, value_pages, tables, limits, starts, np.array(items), *arrays
+        own.contiguous().view(torch.int32).numpy().view(np.uint32),
+        np.float32(scaling),
+        form,
+        *places,
+        top.numpy(),
+        total.numpy(),
+        output.numpy(),
     )
-    mine = torch.tensor(used)
-    output[mine] /= total[mine].unsqueeze(-1)
     return output
 
 
-def _attend_prefix(query: Tensor, job: AttentionJob, top: Tensor, total: Tensor, acc: Tensor) -> None:
+def _items(jobs: Sequence[AttentionJob]) -> npt.NDArray[np.int64]:
+    """Row ranges ``[items, 2]`` for the threads: each job in even blocks."""
+    items: list[tuple[int, int]] = []
+    for job in jobs:
+        each = -(-job.count // -(-job.count // ROW_BLOCK))
+        stop = job.first + job.count
+        items.extend((low, min(low + each, stop)) for low in range(job.first, stop, each))
+    return np.array(items, dtype=np.int64)
+
+
+def _attend_prefix(query: Tensor, job: AttentionJob, scaling: float, top: Tensor, total: Tensor, acc: Tensor) -> None:
     """Let the compressed prefix of ``job`` fill the state its rows start from."""
     assert job.prefix is not None
     mine = slice(job.first, job.first + job.count)
     state = AttentionState.fresh(query.shape[1], job.count, acc.shape[2])
-    job.prefix.attend(query[mine].transpose(0, 1).contiguous(), state)
+    job.prefix.attend((query[mine].float() * scaling).transpose(0, 1).contiguous(), state)
     top[mine], total[mine], acc[mine] = state.top.T, state.total.T, state.acc.transpose(0, 1)
 
 

@@ -65,19 +65,21 @@ class AttentionJob:
         return limits
 
 
-def attend_reference(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob]) -> Tensor:
+def attend_reference(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob], scaling: float = 1.0) -> Tensor:
     """Store the new rows of every job, then attend.
 
     Args:
-        query: ``[rows, heads, head_dim]`` float32, already scaled.
+        query: ``[rows, heads, head_dim]``, any float dtype.
         keys: ``[rows, kv_heads, head_dim]`` in the cache dtype, new rows.
         values: ``[rows, kv_heads, value_dim]``.
         jobs: disjoint row ranges; rows of no job come out as zeros.
+        scaling: factor on every score.
 
     Returns:
         float32 ``[rows, heads, value_dim]``.
     """
     tile = query.shape[0]
+    query = query.float() * scaling
     output = query.new_zeros((tile, query.shape[1], values.shape[2]))
     for job in jobs:
         mine = slice(job.first, job.first + job.count)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
+from vericache_core.attention.places import lay_out
 from vericache_core.attention.triton_online import GROUP_LEAST, LAUNCH, Partials, block_for, fold_tile, on_device, padded
 from vericache_core.cache.pages import PAGE
 
@@ -123,33 +124,22 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_top + at, top, mask=g < GROUP)
 
 
-def attend_triton(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob]) -> Tensor:
+def attend_triton(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob], scaling: float = 1.0) -> Tensor:
     """Same contract as :func:`vericache_core.attention.paged.attend_reference`.
 
     CUDA tensors, or CPU tensors under ``TRITON_INTERPRET=1``.
     """
     rows, heads, head_dim = query.shape
     kv_heads, value_dim, device = keys.shape[1], values.shape[2], query.device
+    query = query.float() * scaling
     if not jobs:
         return query.new_zeros((rows, heads, value_dim))
-    limits = np.zeros((rows, kv_heads), dtype=np.int64)
-    starts, tables = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    offset = 0
-    for job in jobs:
-        job.pages.reserve(int(job.base.max()) + job.count)
-        mine = slice(job.first, job.first + job.count)
-        tables[mine], limits[mine], starts[mine] = offset, job.limits(), job.starts()
-        offset += len(job.pages.key_addresses)
+    at = lay_out(jobs, rows, kv_heads)
     key_pages, value_pages, tables_at, starts_at, limits_at = _upload(
-        device,
-        np.concatenate([job.pages.key_addresses for job in jobs]),
-        np.concatenate([job.pages.value_addresses for job in jobs]),
-        tables,
-        starts,
-        limits,
+        device, at.key_pages, at.value_pages, at.tables, at.starts, at.limits
     )
     state = _start(query, value_dim, jobs)
-    parts = Partials(rows * heads, -(-int(limits.max()) // CHUNK), value_dim, device)
+    parts = Partials(rows * heads, -(-int(at.limits.max()) // CHUNK), value_dim, device)
     kv, group, block = DTYPES[keys.dtype], heads // kv_heads, min(block_for(head_dim), block_for(value_dim))
     widths = (head_dim, padded(head_dim), value_dim, padded(value_dim), PAGE)
     with on_device(device):

@@ -14,8 +14,8 @@ from torch import Tensor
 from vericache_core.cache.draft import DraftKV
 from vericache_core.engine import Engine
 from vericache_core.runtime.backend import choose_attention
-from vericache_core.runtime.packer import Segment
 from vericache_core.runtime.request import Request, Want
+from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import TileAttention
 
 Rows = Sequence[tuple[Tensor, Tensor]]

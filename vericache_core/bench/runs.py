@@ -18,6 +18,7 @@ from vericache_core.cache.full import FullKV
 from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext, Needs
 from vericache_core.engine import Engine
+from vericache_core.errors import ConfigError
 from vericache_core.kv import CompressedKV, LayerDescriptor, PrefixView, StoredLayer
 from vericache_core.model.prompts import ending_ids
 from vericache_core.runtime.choose import TokenChooser
@@ -93,11 +94,14 @@ class LongFirstRound(Request):
     lossy: tuple[int, ...] = ()
 
     @property
-    def target(self) -> int:
+    def most_drafts(self) -> int:
         if self.metrics.rounds:
-            return super().target
+            return super().most_drafts
         ended = bool(self.drafts) and self.drafts[-1] in self.ends
         return len(self.drafts) if ended else self.params.max_new_tokens - len(self.generated)
+
+    def round_window(self) -> int:
+        return super().round_window() if self.metrics.rounds else self.most_drafts
 
     def take_draft(self, logits: Tensor) -> None:
         super().take_draft(logits)
@@ -119,7 +123,7 @@ def new_request(
     decode: Any = None if tokenizer is None else TextDecoder(tokenizer)
     chooser = TokenChooser(params, prompt.token_ids, ends, adapter.vocab_size)
     output = OutputBuffer(params, ends, decode)
-    request = kind(prompt.token_ids, params, chooser, output, full, compressor, engine.config.window)
+    request = kind(prompt.token_ids, params, chooser, output, full, compressor, _window(engine))
     if isinstance(request, LongFirstRound):
         request.ends = ends
     request.protected, request.logits = prompt.protected, []
@@ -127,12 +131,21 @@ def new_request(
     return request
 
 
+def _window(engine: Engine) -> int:
+    window = engine.config.window
+    if window == "auto":
+        raise ConfigError("a table of compressors compares them at one window", hint="give window a number")
+    return window
+
+
 def empty_kv(engine: Engine, compressor: Compressor | None, tokens: int, kind: type[FullKV] = FullKV) -> FullKV:
     """Full KV as the engine would make it, on the device where it is decoded plainly."""
     adapter, config = engine.adapter, engine.config
     tier = "device" if compressor is None else config.full_kv
     pinned = uncompressed_layers(adapter, compressor)
-    return kind(adapter.layers, adapter.device, tier, pinned, engine.loop.ring, config.swap_dir, tokens)
+    full = kind(adapter.layers, adapter.device, tier, pinned, engine.loop.ring, config.swap_dir)
+    full.make_room(tokens)
+    return full
 
 
 @torch.inference_mode()  # as a step writes them

@@ -42,7 +42,6 @@ class FullKV:
         pinned: layers that stay on the device on every tier (uncompressed ones, sliding windows).
         ring: slots for streaming; needed on ``host`` and ``disk``.
         swap_dir: folder for the disk tier, default the system's temporary folder.
-        expected: rows to make room for at once on layers that stay on the device.
 
     Raises:
         SwapError: the tier cannot be set up.
@@ -56,7 +55,6 @@ class FullKV:
         pinned: Collection[int],
         ring: SwapRing,
         swap_dir: str | None = None,
-        expected: int = 0,
     ) -> None:
         self.layers, self.device, self.tier = tuple(layers), device, tier
         self.tokens = 0
@@ -64,9 +62,6 @@ class FullKV:
         offloaded = [layer for layer in layers if tier != "device" and layer.index not in pinned]
         self._offloaded = [layer.index for layer in offloaded]
         self._device = {layer.index: PagedRows(layer, device) for layer in layers if layer.index not in self._offloaded}
-        for pages in self._device.values():
-            if pages.layer.kind == "full":
-                pages.reserve(expected)
         self._ring = ring
         self._store: TierStore | None = None
         if offloaded:
@@ -75,6 +70,12 @@ class FullKV:
         self._queue: deque[int] = deque()
         self._exact: ExactRows | None = None
         self._room = 0
+
+    def make_room(self, rows: int) -> None:
+        """Make room for ``rows`` rows at once on layers that stay on the device; without it they grow page by page."""
+        for pages in self._device.values():
+            if pages.layer.kind == "full":
+                pages.reserve(rows)
 
     @property
     def offloaded(self) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class SwapRing:
             # Slots that have become too small would otherwise pile up as requests grow.
             self._free = [other for other in self._free if not _fits(other, layer)]
             try:
-                extent = Extent.allocate(layer, pages + pages // 8 + 1, self.device)
+                extent = Extent.allocate(layer, ring_rows(rows) // PAGE, self.device)
             except (MemoryError, RuntimeError) as error:
                 raise SwapError(f"no device memory for {pages} pages of swapped KV", cause=str(error)) from error
         slot.adopt(extent)
@@ -100,6 +100,12 @@ class SwapRing:
         assert len(free) == len(self._free), "a slot is free twice"
         assert len(set(busy)) == len(busy), "a slot is in use twice"
         assert not free & set(busy), "a slot is free and in use"
+
+
+def ring_rows(rows: int) -> int:
+    """Rows of a slot that is made for ``rows`` rows: some more, so that a growing request keeps it."""
+    pages = pages_for(rows)
+    return (pages + pages // 8 + 1) * PAGE
 
 
 def _fits(extent: Extent, layer: LayerDescriptor) -> bool:

@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     from vericache_core.bench.prompts import build_prompts
     from vericache_core.engine import Engine
 
-    config = EngineConfig(dtype=args.dtype, threads=args.threads, window=args.window)
+    # Lock-step: a first round that drafts to the end must not be cut at the longest window of the staggered one.
+    config = EngineConfig(dtype=args.dtype, threads=args.threads, window=args.window, scheduler="lockstep")
     run = {"context": args.context, "new_tokens": args.new_tokens, "window": args.window, "dtype": args.dtype}
     head = {"schema": SCHEMA, "model": args.model, "run": run}
     lines = LinesFile(args.lines, head)

@@ -16,23 +16,30 @@ from vericache_core.errors import UnsupportedModelError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model import interface
 from vericache_core.model.interface import StepAttention, active_step
+from vericache_core.model.packed import pack_linears
 from vericache_core.model.refusals import refuse_by_config, refuse_by_facts, rope_settings
 
 
 class ModelAdapter:
-    """Runs ``model`` in steps of exactly ``rows`` rows.
+    """Runs ``model`` in steps of exactly ``rows`` rows, or of another of its ``shapes``.
 
     Args:
         model: a ``transformers`` causal LM; switched to evaluation mode and to our attention interface
             (which acts as ``sdpa`` outside of steps).
-        rows: query rows of every step.
+        rows: query rows of a step.
+        pack_weights: see :func:`vericache_core.model.packed.pack_linears`.
+
+    Attributes:
+        shapes: row counts that a step may have, ascending; only ``rows`` until admission has proved that others
+            give every row the same bits.
 
     Raises:
         UnsupportedModelError: naming what cannot be run exactly.
     """
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, rows: int, pack_weights: str = "auto") -> None:
         self.model, self.rows = model.eval(), rows
+        self.shapes: tuple[int, ...] = (rows,)
         self.config = model.config.get_text_config()
         self.name = str(getattr(self.config, "model_type", type(model).__name__))
         refuse_by_config(self.config)
@@ -40,25 +47,32 @@ class ModelAdapter:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._forward_names = set(inspect.signature(model.forward).parameters)
         model.set_attn_implementation(interface.NAME)
+        self.packed_bytes = pack_linears(model, rows, pack_weights)
         self.layers = self._discover()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = _max_positions(self.config)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step."""
+        return self.shapes[-1]
+
     def step(self, token_ids: Sequence[int], positions: Sequence[int], attention: StepAttention, logits: bool = True) -> Tensor:
-        """One forward of exactly ``rows`` rows; short input is padded with token 0 at position 0.
+        """One forward in the smallest shape that holds the rows; the rest is padded with token 0 at position 0.
 
         Args:
-            token_ids: at most ``rows`` ids.
+            token_ids: at most ``most_rows`` ids.
             positions: logical position of each.
             attention: stores and attends for each layer.
             logits: False skips the output head where the model allows (the rows then mean nothing).
 
         Returns:
-            ``[rows, vocab]`` in the model's dtype; only the first ``len(token_ids)`` rows mean anything.
+            ``[shape, vocab]`` in the model's dtype; only the first ``len(token_ids)`` rows mean anything.
         """
-        pad = self.rows - len(token_ids)
-        if pad < 0:
-            raise ValueError(f"{len(token_ids)} rows do not fit in a step of {self.rows}")
+        shape = next((shape for shape in self.shapes if shape >= len(token_ids)), None)
+        if shape is None:
+            raise ValueError(f"{len(token_ids)} rows do not fit in a step of {self.most_rows}")
+        pad = shape - len(token_ids)
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor([[*token_ids, *[0] * pad]], device=self.device),
             "position_ids": torch.tensor([[*positions, *[0] * pad]], device=self.device),
@@ -116,7 +130,6 @@ class _Look:
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any], bool]] = {}
-        self.calls = 0
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
         index = layer_index(module)

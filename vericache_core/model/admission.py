@@ -7,14 +7,15 @@ bits in any company (the probe)?
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vericache_core.errors import IdentityError, UnsupportedModelError
 from vericache_core.model.adapter import ModelAdapter
-from vericache_core.model.probe import Attend, ProbeReport, Sequence1, row_invariance, run_blocks
+from vericache_core.model.probe import Attend, ProbeReport, Sequence1, row_invariance, run_blocks, shape_failures
 
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02, torch.float64: 2e-4}
 """Largest allowed difference to the model's own forward, as a share of its largest logit."""
@@ -30,15 +31,24 @@ class Admission:
         identity: the promise the engine makes.
         forward_error: largest difference to the model's own forward, relative to its largest logit.
         probe: report of the row-invariance probe, ``None`` if it was switched off.
+        shapes: row counts of steps that give every row the same bits, ascending.
+        refused_shapes: why others do not, by row count.
     """
 
     identity: str
     forward_error: float
     probe: ProbeReport | None
+    shapes: tuple[int, ...] = ()
+    refused_shapes: Mapping[int, str] = field(default_factory=dict)
 
 
-def admit(adapter: ModelAdapter, attend: Attend, identity: str, probe: bool = True) -> Admission:
-    """Check the model, or refuse it.
+def admit(
+    adapter: ModelAdapter, attend: Attend, identity: str, probe: bool = True, candidates: Sequence[int] = ()
+) -> Admission:
+    """Check the model, or refuse it; ``adapter.shapes`` becomes what the probe allows.
+
+    ``candidates`` are further row counts. One is used only if every row gets the bits there that it has in a step
+    of ``adapter.rows``, so without the probe there is one shape.
 
     Raises:
         UnsupportedModelError: rows after a cache are not those of a whole forward.
@@ -59,7 +69,14 @@ def admit(adapter: ModelAdapter, attend: Attend, identity: str, probe: bool = Tr
             cause="; ".join(report.failures[:3]),
             hint="another dtype, thread count or rows may pass; identity='token' runs without the promise",
         )
-    return Admission(identity, error, report)
+    refused: dict[int, str] = {}
+    if probe and not (report is not None and report.failures):
+        for shape in candidates:
+            failures = shape_failures(adapter, attend, shape)
+            if failures:
+                refused[shape] = failures[0]
+        adapter.shapes = tuple(sorted({adapter.rows, *candidates} - set(refused)))
+    return Admission(identity, error, report, adapter.shapes, refused)
 
 
 def forward_error(adapter: ModelAdapter, attend: Attend) -> float:

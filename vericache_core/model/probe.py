@@ -19,7 +19,7 @@ from vericache_core.attention.paged import AttentionJob
 from vericache_core.cache.pages import PAGE, PagedRows
 from vericache_core.model.adapter import ModelAdapter, layer_index
 
-Attend = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob]], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob], float], Tensor]
 
 
 class Sequence1:
@@ -53,8 +53,7 @@ class PlainStep:
         for sequence, first, count in self._blocks:
             base = np.full(layer.kv_heads, sequence.tokens, dtype=np.int64)
             jobs.append(AttentionJob(first, count, sequence.pages[layer.index], base, sequence.tokens, layer.sliding_window))
-        scaled = query.float().contiguous() * layer.scaling
-        return self._attend(scaled, key, value, jobs).to(query.dtype)
+        return self._attend(query, key, value, jobs, layer.scaling).to(query.dtype)
 
 
 def run_blocks(
@@ -142,6 +141,34 @@ def row_invariance(adapter: ModelAdapter, attend: Attend, decoded: int = 11, see
         _compare(report, f"blocks of {width} rows, {company}", reference, got, expected, other)
         other.rollback(len(prompt))
     return report
+
+
+def shape_failures(adapter: ModelAdapter, attend: Attend, shape: int, seed: int = 0) -> list[str]:
+    """Where steps of ``shape`` rows give other bits than steps of ``adapter.rows``; empty if nowhere.
+
+    Every row of the shape is compared, over a page boundary and in a step that is not full, by logits and KV.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    length = max(PAGE + 13, shape + 3)
+    if adapter.max_positions is not None:
+        length = min(length, adapter.max_positions)
+    ids = torch.randint(0, adapter.vocab_size, (length,), generator=draw).tolist()
+    before, results = adapter.shapes, []
+    try:
+        for rows in (adapter.rows, shape):
+            adapter.shapes = (rows,)
+            sequence, logits = Sequence1(adapter), []
+            while sequence.tokens < length:
+                block = ids[sequence.tokens : sequence.tokens + rows]
+                logits += list(run_blocks(adapter, attend, [(sequence, block)])[0].clone())
+                sequence.advance(len(block))
+            results.append((logits, sequence))
+    finally:
+        adapter.shapes = before
+    (expected, one), (found, other) = results
+    report = ProbeReport()
+    _compare(report, f"steps of {shape} rows", expected, found, [pages.rows(0, one.tokens) for pages in one.pages], other)
+    return report.failures
 
 
 def _prefill(adapter: ModelAdapter, attend: Attend, sequence: Sequence1, ids: Sequence[int], width: int) -> None:

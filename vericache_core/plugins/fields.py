@@ -163,7 +163,7 @@ def _bounds(info: OptionInfo) -> tuple[tuple[str, float | None], ...]:
 
 def _check_range(field: OptionField, value: Any) -> None:
     info = field.info
-    if value is None:
+    if value is None or (isinstance(value, str) and value in field.type.names):
         return
     if info.choices is not None and value not in info.choices:
         raise ValueError

@@ -53,6 +53,8 @@ def _type_schema(kind: FieldType, info: OptionInfo) -> dict[str, Any]:
         if choices is not None:
             inner["enum"] = list(choices)
         inner |= {key: getattr(info, name) for name, key in _BOUNDS if getattr(info, name) is not None}
+    if kind.names:
+        inner = {"anyOf": [inner, {"type": "string", "enum": list(kind.names)}]}
     if kind.optional:
         inner["type"] = [inner["type"], "null"]
         if "enum" in inner:

@@ -23,13 +23,14 @@ class FieldType:
     """The part of Python's types that an option may have.
 
     ``base`` is bool, int, float, str, tuple or Mapping; ``item`` is the type of a tuple's items;
-    ``choices`` are the values of a ``Literal``.
+    ``choices`` are the values of a ``Literal``; ``names`` are words that may stand in place of a number.
     """
 
     base: Any
     optional: bool = False
     choices: tuple[Any, ...] | None = None
     item: FieldType | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -38,7 +39,7 @@ class FieldType:
             return "one of " + ", ".join(map(str, self.choices))
         if self.item is not None:
             return f"a list, each item {self.item.words}"
-        return _WORDS[self.base]
+        return " or ".join([_WORDS[self.base], *self.names])
 
 
 def resolve_type(annotation: Any) -> FieldType:
@@ -48,6 +49,8 @@ def resolve_type(annotation: Any) -> FieldType:
         rest = [arg for arg in args if arg is not type(None)]
         if len(rest) == 1:
             return dataclasses.replace(resolve_type(rest[0]), optional=True)
+        if len(rest) == len(args) == 2 and rest[0] in (int, float) and typing.get_origin(rest[1]) is Literal:
+            return FieldType(rest[0], names=typing.get_args(rest[1]))
     elif origin is Literal and all(type(arg) in (bool, int, str) for arg in args):
         return FieldType(type(args[0]), choices=args)
     elif origin is tuple and len(args) == 2 and args[1] is Ellipsis:
@@ -57,7 +60,8 @@ def resolve_type(annotation: Any) -> FieldType:
     elif annotation in (bool, int, float, str):
         return FieldType(annotation)
     raise TypeError(
-        f"{annotation!r} is not a type that an option can have; use bool, int, float, str, Literal, tuple[X, ...] or X | None"
+        f"{annotation!r} is not a type that an option can have; "
+        "use bool, int, float, str, Literal, int | Literal, tuple[X, ...] or X | None"
     )
 
 
@@ -68,6 +72,8 @@ def convert(kind: FieldType, value: Any, text: bool) -> Any:
         if kind.optional:
             return None
         raise ValueError
+    if isinstance(value, str) and value.strip() in kind.names:
+        return value.strip()
     if kind.choices is not None:
         for choice in kind.choices:
             # The type is compared too: 1 == True, and a file that says `true` did not mean 1.

@@ -43,6 +43,15 @@ def choose_attention(name: str, device: torch.device) -> tuple[str, AttendFuncti
     return "reference", attend_reference
 
 
+def set_threads(threads: int) -> None:
+    """Let this process compute with ``threads`` CPU threads, in torch and, where it is installed, in Numba."""
+    torch.set_num_threads(threads)
+    if HAVE_NUMBA:
+        import numba
+
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+
 def _fastest(device: torch.device) -> str:
     """What ``auto`` stands for on ``device``."""
     if runs_on(device):

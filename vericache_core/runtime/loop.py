@@ -15,15 +15,17 @@ from torch import Tensor
 
 from vericache_core.cache.draft import DraftKV
 from vericache_core.cache.full import FullKV
-from vericache_core.cache.ring import SwapRing
+from vericache_core.cache.ring import SwapRing, ring_rows
 from vericache_core.compressor import Compressor, TokenDropCompressor
 from vericache_core.context import CompressContext, ScoreObserver
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import PrefixView
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.observe import Observations
-from vericache_core.runtime.packer import Segment, pack
 from vericache_core.runtime.request import Request, Want, describe
+from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
+from vericache_core.runtime.segments import Segment
+from vericache_core.runtime.ticket import Ticket
 from vericache_core.runtime.tile import AttendFunction, StepFault, TileAttention
 
 log = logging.getLogger("vericache.runtime")
@@ -38,7 +40,9 @@ class StepLoop:
         adapter: the model.
         attend: fixed-block attention in use.
         ring: swap slots.
-        make_full: builds an empty full KV for a request that is recomputed.
+        scheduler: decides what each step carries.
+        make_full: builds an empty full KV for a request that starts or is recomputed.
+        holds: bytes of a request at its greatest length, by tier.
         fold: tail length at which ``Compressor.extend`` is called; 0 never.
         on_compressor_error: ``"plain"`` or ``"fail"``.
         on_swap_error: ``"recompute"`` or ``"fail"``.
@@ -50,54 +54,126 @@ class StepLoop:
         adapter: ModelAdapter,
         attend: AttendFunction,
         ring: SwapRing,
+        scheduler: Scheduler,
         make_full: Callable[[Request], FullKV],
+        holds: Callable[[Request], Bytes],
         fold: int,
         on_compressor_error: str = "plain",
         on_swap_error: str = "recompute",
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.adapter, self.ring, self._attend, self._make_full, self._fold = adapter, ring, attend, make_full, fold
+        self.scheduler, self._holds = scheduler, holds
         self._on_compressor_error, self._on_swap_error, self._encode = on_compressor_error, on_swap_error, encode
         self.requests: list[Request] = []
         self.peak_device_kv_bytes = 0
         self.steps = 0
-        self._turn = 0
+        self.waiting_seconds = 0.0
         self._observations: dict[int, Observations] = {}
 
     def add(self, request: Request) -> None:
-        """Take a request in; it runs from the next :meth:`step` on."""
+        """Take a request in; it runs as soon as the scheduler lets it.
+
+        Raises:
+            ConfigError, QueueFull: the scheduler refuses it.
+        """
+        ticket = Ticket(request, time.monotonic(), self._holds, self._transient)
+        self.scheduler.submit(ticket)
         if request.compressor is not None:
             self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
         self.requests.append(request)
 
-    def remove(self, request: Request) -> None:
-        """Let a request go, finished or not, and give its memory back."""
+    def release(self, request: Request) -> None:
+        """Let a request go with what it holds; :meth:`add` takes it in again."""
         self.requests = [other for other in self.requests if other is not request]
         self._observations.pop(request.number, None)
+        self.scheduler.remove(request.number)
+
+    def remove(self, request: Request) -> None:
+        """Let a request go, finished or not, and give its memory back."""
+        self.release(request)
         request.close()
         if not self.requests:
             self.ring.trim()
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a start."""
+        return len(self.scheduler.waiting)
+
+    def company(self) -> tuple[int, int]:
+        """Requests that decode side by side, and those of them whose full KV is swapped."""
+        decoding = [request for request in self.requests if request.full.tokens >= request.prompt_tokens]
+        return len(decoding), sum(1 for request in decoding if request.full.offloaded)
+
     def step(self) -> list[Request]:
         """Run one step; returns the requests that finished in it (they are removed)."""
-        active = [request for request in self.requests if not request.finished]
-        if active:
-            self._turn = (self._turn + 1) % len(active)
-            order = active[self._turn :] + active[: self._turn]
-            segments = pack([(request, request.want()) for request in order], self.adapter.rows)
-            started = time.perf_counter()
+        plan = self.scheduler.plan(time.monotonic())
+        by_number = {request.number: request for request in self.requests}
+        for number in plan.preempt:
+            self._preempt(by_number[number])
+        for number in plan.start:
+            request = by_number[number]
+            request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
+        segments = self._segments(plan, by_number)
+        started = time.perf_counter()
+        if segments:
             try:
-                logits, peak = self._forward(segments, self._observe)
+                logits, ring_bytes = self._forward(segments, self._observe)
             except StepFault as fault:
                 self._recover(fault)
+                plan = StepPlan(plan.start, plan.preempt, (), plan.streams)
             else:
-                self._hand_out(segments, logits, time.perf_counter() - started, peak)
+                self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
+        self.scheduler.done(plan, time.perf_counter() - started)
         finished = [request for request in self.requests if request.finished]
         for request in finished:
             request.metrics.new_tokens = len(request.generated)
             request.metrics.swap_bytes += request.full.moved_bytes
             self.remove(request)
         return finished
+
+    def _segments(self, plan: StepPlan, by_number: dict[int, Request]) -> list[Segment[Request]]:
+        """Rows of the step, side by side; a block that does not fit is cut, and asked for again later.
+
+        Each request that swaps takes ring slots for the whole step. Those that the device has no room for beside the
+        first wait for another step.
+        """
+        segments: list[Segment[Request]] = []
+        first = 0
+        room, slots = self._ring_room(), 0.0
+        for part in plan.parts:
+            request = by_number[part.number]
+            needed = 0.0 if part.phase == "draft" else self._transient(request)
+            if slots and needed and slots + needed > room:
+                continue
+            slots += needed
+            want = request.want(part.phase)
+            rows = part.rows if want.phase == "prefill" else len(want.tokens)
+            count = min(rows, self.adapter.most_rows - first)
+            if count > 0:
+                segments.append(Segment(request, want, first, count))
+                first += count
+        if slots and self.ring.nbytes + slots > room:
+            self.ring.trim()  # slots kept for reuse are of other sizes, perhaps
+        return segments
+
+    def _ring_room(self) -> float:
+        """Device bytes that the budget leaves for ring slots while every running request is at its greatest length."""
+        return self.scheduler.budget.device - sum(ticket.holds.device for ticket in self.scheduler.running)
+
+    def _transient(self, request: Request) -> float:
+        """Device bytes of the ring slots that a step of this request takes."""
+        if not request.full.offloaded:
+            return 0.0
+        tokens = len(request.tokens) + request.params.max_new_tokens - len(request.generated)
+        largest = max(self.adapter.layers[index].token_bytes for index in request.full.offloaded)
+        return float(self.ring.layers * largest * ring_rows(tokens))
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a request that goes back to the queue; what it has committed it keeps, exactly."""
+        request.metrics.preemptions += 1
+        self._start_over(request)
 
     def _forward(
         self, segments: Sequence[Segment[Request]], observe: Callable[[Segment[Request], int, Tensor, Tensor], None]
@@ -139,7 +215,7 @@ class StepLoop:
     def _hand_rows(self, segment: Segment[Request], logits: Tensor) -> None:
         request = segment.request
         if segment.want.phase == "draft":
-            request.take_draft(logits[0])
+            request.take_drafts(logits)
             return
         kept = request.take_rows(segment.want, segment.count, logits)
         request.full.advance(kept)
@@ -230,8 +306,8 @@ class StepLoop:
 
         before = request.full.tokens
         try:
-            for start in range(0, len(token_ids), self.adapter.rows):
-                block = tuple(token_ids[start : start + self.adapter.rows])
+            for start in range(0, len(token_ids), self.adapter.most_rows):
+                block = tuple(token_ids[start : start + self.adapter.most_rows])
                 want = Want("prefill", (*block, 0), request.full.tokens)  # one token more than runs: no logits wanted
                 self._forward([Segment(request, want, 0, len(block))], show)
                 request.full.advance(len(block), keep_window=True)
@@ -270,6 +346,12 @@ class StepLoop:
         # As text: a handler that keeps its records would keep the traceback, and with it the tensors of its frames.
         log.warning("request %d: %s; recomputing its full KV", request.number, str(error))
         request.metrics.degraded.append(f"full KV recomputed: {error}")
+        self._start_over(request)
+        if not request.finished:
+            request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
+
+    def _start_over(self, request: Request) -> None:
+        """Drop both caches; the tokens stay, and a prefill computes their rows again."""
         request.metrics.swap_bytes += request.full.moved_bytes
         request.forget_draft()
         request.full.close()

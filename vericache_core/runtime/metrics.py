@@ -25,6 +25,10 @@ class RequestMetrics:
         compressed_kv_bytes: bytes of the compressed prefix when it was made, survivors or codes and map.
         compressed_from_bytes: bytes of the full KV that it stands for.
         seconds: by phase: ``prefill``, ``compress``, ``draft``, ``verify``, ``decode`` (plain).
+        proposed, proposals_kept: tokens of the proposer, and those that the next stage agreed with.
+        preemptions: times it gave everything back to let others run.
+        windows: window of each round, where they are chosen (``window="auto"``); 0 is one plain token.
+        mode: ``plain``, ``pinned`` or ``offloaded``.
         degraded: why the request fell back to plain decoding or recomputed, if it did.
     """
 
@@ -44,6 +48,11 @@ class RequestMetrics:
     compressed_kv_bytes: int = 0
     compressed_from_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    proposed: int = 0
+    proposals_kept: int = 0
+    preemptions: int = 0
+    windows: list[int] = field(default_factory=list)
+    mode: str = "plain"
     degraded: list[str] = field(default_factory=list)
 
     @property

@@ -21,6 +21,8 @@ from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.choose import Choice, TokenChooser
 from vericache_core.runtime.metrics import RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
+from vericache_core.runtime.pace import Pace
+from vericache_core.runtime.propose import Proposer
 from vericache_core.runtime.sampling_params import SamplingParams
 
 Phase = Literal["prefill", "decode", "draft", "verify"]
@@ -45,7 +47,12 @@ class Request:
         chooser, output: token choice and commit, made for ``params``.
         full: empty full KV.
         compressor: drafts with it when given.
-        window: tokens to draft before a verify.
+        window: tokens to draft before a verify; with ``pace`` only until the first round.
+
+    Attributes:
+        pace: chooses the window of every round, when given.
+        proposer: guesses tokens for the drafter, or for the full KV while nothing is drafted.
+        pinned: whether the full KV stays on the device.
     """
 
     def __init__(
@@ -57,17 +64,22 @@ class Request:
         full: FullKV,
         compressor: Compressor | None,
         window: int,
+        priority: int = 0,
     ) -> None:
         self.number = next(_numbers)
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.params, self.chooser, self.output, self.full, self.window = params, chooser, output, full, window
-        self.compressor = compressor
+        self.compressor, self.priority = compressor, priority
         self.compress_at = self.prompt_tokens
         self.draft: DraftKV | None = None
         self.drafts: list[int] = []
         self.verifying = False
         self.round_drafted = self.round_accepted = 0
+        self.pace: Pace | None = None
+        self.proposer: Proposer | None = None
+        self._proposed: list[int] = []
+        self._round_open = False
         self.error: VeriCacheError | None = None
         self.protected: tuple[tuple[int, int], ...] = ()
         self.logits: list[Tensor] | None = None
@@ -84,34 +96,74 @@ class Request:
         return self.output.token_ids
 
     @property
-    def target(self) -> int:
-        """Tokens worth drafting now: the window, but not beyond what can still be committed with a bonus."""
-        left = self.params.max_new_tokens - len(self.generated)
-        return max(0, min(self.window, left - 1))
+    def most_drafts(self) -> int:
+        """Tokens worth drafting before a verify: no more than can still be committed with a bonus."""
+        return max(0, self.params.max_new_tokens - len(self.generated) - 1)
 
-    def want(self) -> Want:
-        """What the next step should carry for this request."""
+    def round_window(self) -> int:
+        """Window of the round under way; a new one begins when there is none."""
+        if self.draft is None:
+            return 0
+        if not self._round_open:
+            self._round_open = True
+            if self.pace is not None:
+                self.window = self.pace.next_window()
+                self.metrics.windows.append(self.window)
+        return self.window
+
+    def want(self, phase: Phase) -> Want:
+        """Rows for the next step. ``phase`` is the scheduler's wish: to draft one token more, or to ask the full KV.
+
+        What the request is in the middle of comes first: a prefill, or a verify that did not fit into one step.
+        """
         pending = self.tokens[self.full.tokens :]
         at = self.full.tokens
         if at < self.prompt_tokens or len(pending) > 1:
             return Want("prefill", tuple(pending), at)
-        if self.draft is None:
-            return Want("decode", tuple(pending), at)
         if not self.verifying:
-            if len(self.drafts) < self.target:
+            if self.draft is not None and phase == "draft" and len(self.drafts) < self.most_drafts:
                 newest = self.drafts[-1] if self.drafts else pending[0]
-                return Want("draft", (newest,), self.draft.tokens)
-            self.verifying = True
-            self.draft.retract()
+                room = min(self.window, self.most_drafts) - len(self.drafts) - 1
+                self._proposed = self._propose(room)
+                return Want("draft", (newest, *self._proposed), self.draft.tokens)
+            self.verifying, self._proposed = True, []
+            if self.draft is not None:
+                self.draft.retract()
+            if not self.drafts:
+                self.drafts = self._proposed = self._propose(self.most_drafts)
         if not self.drafts:
             return Want("decode", tuple(pending), at)
         return Want("verify", (*pending, *self.drafts), at)
 
+    def _propose(self, most: int) -> list[int]:
+        return [] if self.proposer is None or most <= 0 else self.proposer.propose(self.tokens, self.drafts, most)
+
     def take_draft(self, logits: Tensor) -> None:
-        """A draft step answered with ``logits [vocab]``."""
+        """One more draft, by ``logits [vocab]`` of a row that a draft step computed."""
         assert self.draft is not None
         self.draft.advance(1)
         self.drafts.append(self.chooser.draft(logits, [*self.generated, *self.drafts]))
+
+    def take_drafts(self, logits: Tensor) -> None:
+        """A draft step answered with ``logits [rows, vocab]``: the newest token's row, then those of proposals.
+
+        Proposals are kept as far as the drafter would have drafted them, and the token after them is its own.
+        """
+        proposed = self._proposed[: len(logits) - 1]
+        agreed = 0
+        for row in logits:
+            self.take_draft(row)
+            if agreed == len(proposed) or self.drafts[-1] != proposed[agreed]:
+                break
+            agreed += 1
+        self._told(len(proposed), agreed)
+
+    def _told(self, proposed: int, agreed: int) -> None:
+        if proposed and self.proposer is not None:
+            self.proposer.told(proposed, agreed)
+            self.metrics.proposed += proposed
+            self.metrics.proposals_kept += agreed
+        self._proposed = []
 
     def take_rows(self, want: Want, count: int, logits: Tensor) -> int:
         """An authoritative step computed the first ``count`` wanted rows; ``logits`` is ``[count, vocab]``.
@@ -153,12 +205,20 @@ class Request:
             self.metrics.accepted += self.round_accepted
             self.metrics.drafted_per_round.append(self.round_drafted)
             self.metrics.accepted_per_round.append(self.round_accepted)
+        if self._proposed:  # the full KV was asked directly
+            self._told(self.round_drafted, self.round_accepted)
+            drafted = accepted = 0
+        else:
+            drafted, accepted = self.round_drafted, self.round_accepted
+        if self.pace is not None and self.draft is not None:
+            self.pace.round_ended(drafted, accepted)
         self.round_drafted = self.round_accepted = 0
-        self.verifying = False
+        self.verifying = self._round_open = False
 
     def forget_draft(self) -> None:
         """Drop the draft KV and everything drafted; the request goes on from the full KV."""
-        self.draft, self.drafts, self.verifying = None, [], False
+        self.draft, self.drafts, self._proposed = None, [], []
+        self.verifying = self._round_open = False
         self.round_drafted = self.round_accepted = 0
 
     def fail(self, error: VeriCacheError) -> None:
@@ -187,7 +247,7 @@ class Request:
             self.draft.check_integrity()
             assert self.draft.drafted == 0 or self.draft.drafted == len(self.drafts)
         else:
-            assert not self.drafts
+            assert not self.drafts or self.verifying
 
 
 def describe(value: Any) -> str:

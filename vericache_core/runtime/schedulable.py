@@ -139,6 +139,10 @@ class Scheduler(Protocol):
         """Say that a plan was carried out and how long its step took."""
 
     @property
+    def budget(self) -> Bytes:
+        """Bytes that there are, by tier."""
+
+    @property
     def running(self) -> Sequence[Schedulable]:
         """Requests that have left the queue."""
 

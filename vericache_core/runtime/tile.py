@@ -13,10 +13,11 @@ from vericache_core.attention.paged import AttentionJob
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model.adapter import layer_index
-from vericache_core.runtime.packer import Segment
 from vericache_core.runtime.request import Request, describe
+from vericache_core.runtime.segments import Segment
 
-AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob]], Tensor]
+AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob], float], Tensor]
+"""``(query, keys, values, jobs, scaling)``; see :func:`vericache_core.attention.paged.attend_reference`."""
 Observer = Callable[[Segment[Request], int, Tensor, Tensor], None]
 """``(segment, layer, queries [count, heads, head_dim], keys [count, kv_heads, head_dim])``."""
 
@@ -43,14 +44,12 @@ class TileAttention:
         self, layers: Sequence[LayerDescriptor], segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
     ) -> None:
         self.layers, self.segments, self._attend, self._observe = layers, segments, attend, observe
-        self.peak_slot_bytes = 0
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
         index = layer_index(module)
         layer = self.layers[index]
         jobs = [self._job(segment, layer) for segment in self.segments]
-        scaled = query.float().contiguous() * layer.scaling
-        output = self._attend(scaled, key, value, jobs)
+        output = self._attend(query, key, value, jobs, layer.scaling)
         for segment in self.segments:
             if segment.want.phase == "draft":
                 continue

@@ -21,9 +21,9 @@ from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.errors import CompressorFault
 from vericache_core.plugins.registry import Registry
-from vericache_core.runtime.packer import Segment
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import TileAttention
 
 
@@ -141,10 +141,7 @@ class HeldEngine(Engine):
 
     def _hold(self, request: Request) -> None:
         """Take a request out of the loop without closing it; ``loop.add`` puts it back."""
-        self.loop.requests = [other for other in self.loop.requests if other is not request]
-        scheduler = getattr(self.loop, "scheduler", None)
-        if scheduler is not None:
-            scheduler.remove(request.number)
+        self.loop.release(request)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """Decode held requests to their ends.

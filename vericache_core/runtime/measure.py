@@ -1,0 +1,104 @@
+"""A short calibration: run steps of every shape with and without KV, move some KV, and fit the cost model."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vericache_core.cache.pages import PagedRows
+from vericache_core.cache.tiers import DiskStore, HostStore, TierStore
+from vericache_core.model.adapter import ModelAdapter
+from vericache_core.model.probe import Attend, Sequence1, run_blocks
+from vericache_core.runtime.calibration import Fingerprint, processor_name
+from vericache_core.runtime.costs import CostModel, StepLoad, StepSample, SwapSample, fit
+
+CONTEXT = 2048
+"""Cached tokens of the steps that measure attention, unless the model takes fewer."""
+REPEATS = 3
+
+
+def measure(adapter: ModelAdapter, attend: Attend, swap_dir: str | None = None, repeats: int = REPEATS) -> CostModel:
+    """Measure this model on this machine as it is now; medians of ``repeats`` interleaved runs.
+
+    Raises:
+        ConfigError, SwapError: a tier cannot be used or a clock stood still.
+    """
+    context = CONTEXT if adapter.max_positions is None else min(CONTEXT, adapter.max_positions - adapter.most_rows - 1)
+    sequences = [Sequence1(adapter) for _ in range(4)]
+    for sequence in sequences:
+        for pages in sequence.pages:
+            pages.reserve(context + adapter.most_rows)
+            for part in (part for number in range(pages.capacity // pages.page(0)[1].shape[1]) for part in pages.page(number)):
+                part.zero_()  # pages come as they were; not-a-number would cost nothing extra but says nothing either
+    runs: list[tuple[StepLoad, Callable[[], object]]] = []
+    token_bytes = sum(layer.token_bytes for layer in adapter.layers)
+    for shape in adapter.shapes:
+        for cached in (0, context):
+            singles = sequences[: min(len(sequences), shape)]
+            read = float(token_bytes * cached)
+            runs.append((StepLoad(shape, read * len(singles)), _step(adapter, attend, singles, cached, 1)))
+            block = shape if cached else 2
+            if block > 1:
+                runs.append(
+                    (StepLoad(shape, read, float(block * cached)), _step(adapter, attend, sequences[:1], cached, block))
+                )
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for (_, run), own in zip(runs, times, strict=True):
+            own.append(_seconds(run, adapter.device))
+    steps = [StepSample(load, statistics.median(own)) for (load, _), own in zip(runs, times, strict=True)]
+    return fit(steps, _swaps(adapter, context, swap_dir, repeats), len(adapter.layers))
+
+
+def fingerprint(adapter: ModelAdapter) -> Fingerprint:
+    """What a calibration of this model on this machine is bound to."""
+    digest = hashlib.sha256()
+    for name, weight in adapter.model.named_parameters():
+        head = weight.detach().flatten()[:4096].contiguous().cpu().view(torch.uint8)
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(head.numpy().tobytes())
+    where = torch.cuda.get_device_name(adapter.device) if adapter.device.type == "cuda" else processor_name()
+    weights, dtype = digest.hexdigest()[:32], str(adapter.dtype).removeprefix("torch.")
+    return Fingerprint(where, torch.get_num_threads(), torch.__version__, adapter.name, weights, dtype)
+
+
+def _step(
+    adapter: ModelAdapter, attend: Attend, sequences: Sequence[Sequence1], cached: int, block: int
+) -> Callable[[], object]:
+    def run() -> object:
+        for sequence in sequences:
+            sequence.tokens = cached
+        return run_blocks(adapter, attend, [(sequence, [0] * block) for sequence in sequences])
+
+    return run
+
+
+def _swaps(adapter: ModelAdapter, context: int, swap_dir: str | None, repeats: int) -> list[SwapSample]:
+    layer = next((layer for layer in adapter.layers if layer.kind == "full"), None)
+    if layer is None:
+        return []
+    samples = []
+    stores: dict[str, TierStore] = {"host": HostStore([layer], adapter.device), "disk": DiskStore([layer], swap_dir)}
+    slot = PagedRows(layer, adapter.device)
+    slot.reserve(context)
+    for tier, store in stores.items():
+        try:
+            store.write(layer, 0, context, slot)
+            for tokens in (context // 8, context):
+                took = [_seconds(lambda: store.read(layer, tokens, slot, None), adapter.device) for _ in range(repeats)]  # noqa: B023
+                samples.append(SwapSample(tier, float(tokens * layer.token_bytes), statistics.median(took)))
+        finally:
+            store.close()
+    return samples
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,156 @@
+"""What an engine decides about a request before it runs: its mode, its bytes, and how it paces itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vericache_core.cache.pages import PAGE
+from vericache_core.config import EngineConfig
+from vericache_core.model.adapter import ModelAdapter
+from vericache_core.runtime.admission import AdmissionPolicy
+from vericache_core.runtime.calibration import load_calibration, prior_key
+from vericache_core.runtime.costs import CostModel
+from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.lockstep import LockstepScheduler
+from vericache_core.runtime.modes import Demand, Mode, best_mix
+from vericache_core.runtime.pace import Pace
+from vericache_core.runtime.request import Request
+from vericache_core.runtime.rounds import RoundPricer, Situation
+from vericache_core.runtime.schedulable import Bytes, Scheduler
+from vericache_core.runtime.scheduler import StaggeredScheduler
+from vericache_core.runtime.window import WindowController
+
+UNBOUNDED = 1e18
+"""Bytes that stand for no budget."""
+
+
+class Planner:
+    """Decides for one engine.
+
+    Args:
+        config, adapter: of the engine.
+        measure: measures the cost model; called at most once, and only if something is to be chosen by cost.
+        fingerprint: what a calibration file must have been made with.
+    """
+
+    def __init__(
+        self, config: EngineConfig, adapter: ModelAdapter, measure: Callable[[], CostModel], fingerprint: Callable[[], Any]
+    ) -> None:
+        self.config, self._adapter, self._measure = config, adapter, measure
+        self._token_bytes = sum(layer.token_bytes for layer in adapter.layers)
+        self._shares: dict[str, float] = {}
+        self._pricer: RoundPricer | None = None
+        priors: dict[str, Prior] = {}
+        if config.calibration is not None:
+            found = load_calibration(config.calibration, fingerprint())
+            self._pricer, priors = RoundPricer(found.costs), dict(found.priors)
+        self.book = PriorBook(priors)
+
+    @property
+    def pricer(self) -> RoundPricer:
+        """Prices by the calibration file, or by a measurement that the first question brings about."""
+        if self._pricer is None:
+            self._pricer = RoundPricer(self._measure())
+        return self._pricer
+
+    @property
+    def chooses(self) -> bool:
+        """Whether anything is to be chosen by cost."""
+        return "auto" in (self.config.window, self.config.mode)
+
+    def scheduler(self) -> Scheduler:
+        """The scheduler that the configuration asks for.
+
+        ``auto`` is lock-step unless full KV may be swapped: with nothing to hide behind drafts, verifies are
+        cheapest side by side in one large step.
+        """
+        config = self.config
+        name = config.scheduler
+        if name == "auto":
+            swaps = config.mode == "offloaded" or (config.mode == "auto" and config.device_budget is not None)
+            name = "staggered" if swaps and config.full_kv != "device" else "lockstep"
+        budgets = (config.device_budget, config.host_budget, config.disk_budget)
+        budget = Bytes(*(float("inf") if limit is None else float(limit) for limit in budgets))
+        policy = AdmissionPolicy(queue=config.max_queue, running=config.max_running)
+        kind = StaggeredScheduler if name == "staggered" else LockstepScheduler
+        return kind(budget, self._adapter.most_rows, policy)
+
+    def mode(self, compressor: str | None, tokens: int, new_tokens: int, requests: int) -> Mode:
+        """Mode for a request that will have ``tokens`` tokens, ``new_tokens`` of them new, among ``requests``."""
+        if compressor is None or self.config.mode == "plain":
+            return "plain"
+        if self.config.mode == "auto":
+            full = float(tokens * self._token_bytes)
+            share = self._share(compressor)
+            tier = self.config.full_kv
+            demand = Demand(
+                tokens,
+                full,
+                share * full,
+                full if tier == "disk" else (1 - share) * full,
+                full * self.config.ring_layers / len(self._adapter.layers),
+                "host" if tier == "device" else tier,
+                self.book.prior(self._key(compressor)).hazard,
+                new_tokens,
+            )
+            return best_mix(self.pricer.costs, demand, requests, float(self.config.device_budget or UNBOUNDED)).mode(0)
+        return "pinned" if self.config.mode == "pinned" or self.config.full_kv == "device" else "offloaded"
+
+    def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
+        """A window controller for ``request`` if windows are chosen; ``company`` counts requests, and those that swap."""
+        if self.config.window != "auto":
+            return None
+        key = self._key(compressor)
+        controller = WindowController(self.book.prior(key), request.params.max_new_tokens)
+
+        def prices() -> tuple[float, ...]:
+            requests, swapping = company()
+            tokens, draft = request.full.tokens, request.draft
+            full = float(tokens * self._token_bytes)
+            held = full if draft is None else float(draft.device_bytes)
+            swapped = 0.0
+            if request.full.offloaded:
+                swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
+            tier = "host" if self.config.full_kv == "device" else self.config.full_kv
+            lockstep = not isinstance(request_scheduler(), StaggeredScheduler)
+            return self.pricer.prices(Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, lockstep))
+
+        def request_scheduler() -> Scheduler:
+            return self._scheduler
+
+        return Pace(controller, prices, self.book, key)
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Say which scheduler runs: prices depend on how steps are shared."""
+        self._scheduler = scheduler
+
+    def holds(self, request: Request) -> Bytes:
+        """Bytes of ``request`` at its greatest length: an estimate until its prefix is compressed, then a measurement."""
+        rest = request.params.max_new_tokens - len(request.generated)
+        tokens = len(request.tokens) + rest
+        full = float((tokens + PAGE) * self._token_bytes)
+        draft = 0.0
+        metrics = request.metrics
+        if request.draft is not None:
+            draft = float(request.draft.device_bytes + (rest + PAGE) * self._token_bytes)
+            if metrics.compressed_from_bytes and metrics.compressor is not None:
+                share, key = metrics.compressed_kv_bytes / metrics.compressed_from_bytes, self._key(metrics.compressor)
+                self._shares[key] = max(share, self._shares.get(key, 0.0))
+        elif request.compressor is not None and metrics.compressor is not None:
+            share = self._share(metrics.compressor)
+            draft = (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
+        if not request.full.offloaded:
+            return Bytes(full + draft, 0.0, 0.0)
+        return Bytes(draft, full, 0.0) if self.config.full_kv == "host" else Bytes(draft, 0.0, full)
+
+    def _share(self, compressor: str) -> float:
+        """Bytes of the compressed prefix over those of the full one: what was seen, else what was asked for, else all."""
+        seen = self._shares.get(self._key(compressor))
+        if seen is not None:
+            return min(1.0, seen * 1.02)
+        keep = self.config.compressor_options().get("keep") if compressor == self.config.compressor else None
+        return min(1.0, float(keep) * 1.02) if isinstance(keep, int | float) else 1.0
+
+    def _key(self, compressor: str) -> str:
+        return prior_key(compressor, self.config.compressor_options() if compressor == self.config.compressor else {})

@@ -1,0 +1,62 @@
+"""A request as the schedulers see it; the answers are those of the live request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vericache_core.runtime.request import Request
+from vericache_core.runtime.schedulable import Bytes
+
+
+class Ticket:
+    """See :class:`vericache_core.runtime.schedulable.Schedulable`.
+
+    Full KV on another tier streams in layer by layer while the verify itself computes, so a ticket never asks for link
+    time of its own: what it needs of the device meanwhile is ``transient``.
+
+    Args:
+        request: the live request.
+        arrival: seconds on the loop's clock.
+        holds: bytes at its greatest length.
+        transient: device bytes of the swap ring while it verifies.
+    """
+
+    link_seconds = 0.0
+    swapped_in = True
+
+    def __init__(
+        self, request: Request, arrival: float, holds: Callable[[Request], Bytes], transient: Callable[[Request], float]
+    ) -> None:
+        self.request, self.number, self.arrival, self.priority = request, request.number, arrival, request.priority
+        self._holds, self._transient = holds, transient
+
+    @property
+    def holds(self) -> Bytes:
+        return self._holds(self.request)
+
+    @property
+    def transient(self) -> float:
+        return self._transient(self.request)
+
+    @property
+    def prefill(self) -> int:
+        request = self.request
+        pending = len(request.tokens) - request.full.tokens
+        return pending if request.full.tokens < request.prompt_tokens or pending > 1 else 0
+
+    @property
+    def drafting(self) -> bool:
+        return self.request.draft is not None
+
+    @property
+    def drafts(self) -> int:
+        return len(self.request.drafts)
+
+    @property
+    def window(self) -> int:
+        # A verify that was cut at the end of a step goes on: nothing is drafted behind it meanwhile.
+        return len(self.request.drafts) if self.request.verifying else self.request.round_window()
+
+    @property
+    def most(self) -> int:
+        return self.request.most_drafts
