@@ -178,7 +178,6 @@ def test_a_peer_takes_part(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["--peer", f"vllm={sys.executable}", "--peer", f"vllm={sys.executable}"], "--peer vllm is given twice"),
         (["--peer-timeout", "0"], "--peer-timeout must be more than 0"),
         (["--lines", "/no/such/folder/x"], "cannot be written"),
-        (["--lines", __file__], "exists"),
         (["--html", "/no/such/folder/x"], "cannot be written"),
         (["--render", "/no/such/file"], "cannot be read"),
     ],
@@ -201,6 +200,14 @@ def test_a_context_beyond_the_model_is_refused(capsys: pytest.CaptureFixture[str
     assert "exceed the model's 1024 positions" in caught.err
     assert "--context 999 fits" in caught.err
     assert not caught.out
+
+
+def test_runs_of_before_are_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = tmp_path / "runs"
+    lines.write_text("precious", encoding="utf-8")
+    assert main(["bench", "throughput", *SMALL, "--lines", str(lines)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert lines.read_text(encoding="utf-8") == "precious"
 
 
 def test_workloads_have_the_shape_that_they_say() -> None:
