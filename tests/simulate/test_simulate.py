@@ -160,6 +160,38 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     assert first != other
 
 
+def test_a_ring_of_layers_holds_little_and_hides_less() -> None:
+    arrivals = [Arrival(0.0, 30_000, 200) for _ in range(8)]
+    ring, ahead = (
+        simulate(
+            setup(
+                "rtx-pro-6000",
+                "qwen-32b",
+                arrivals,
+                40e9,
+                mode="offloaded",
+                window=24,
+                compression=Compression(0.2, 0.02, ring=ring),
+            )
+        )
+        for ring in (4, 0)
+    )
+    drafts = 8 * (30_000 * 0.2 + 200) * MODELS["qwen-32b"].token_bytes
+    swap = 0.8 * 30_000 * MODELS["qwen-32b"].token_bytes
+    assert ring.peak_kv_bytes <= drafts + 2 * 4 / 64 * 1.05 * swap
+    assert ahead.peak_kv_bytes > drafts * 0.9 + swap
+    assert ring.swap_hidden_fraction is not None
+    assert ahead.swap_hidden_fraction is not None
+    assert ring.swap_hidden_fraction < 0.6 < ahead.swap_hidden_fraction
+    assert ring.swap_seconds > 0
+
+
+def test_plain_decoding_fills_the_memory() -> None:
+    arrivals = [Arrival(0.0, 1000, 100) for _ in range(4)]
+    found = simulate(setup("gh200", "qwen-32b", arrivals, 2 * 1100.5 * 262_144, mode="plain"))
+    assert found.peak_kv_bytes > 2 * 1000 * 262_144
+
+
 def test_prefill_takes_time() -> None:
     arrivals = [Arrival(0.0, 10_000, 20)]
     without = simulate(setup("h200", "qwen-32b", arrivals))

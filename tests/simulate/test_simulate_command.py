@@ -103,6 +103,7 @@ def test_the_list_names_sources(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "qwen"], "unknown model 'qwen'"),
         (["-m", "llama-70b"], "llama-70b does not fit on 1 x rtx-pro-6000"),
         (["--count", "0"], "--count: expected 1 or more"),
+        (["--ring", "-1"], "--ring: expected 0 or more"),
         (["--keep", "0"], "--keep: expected more than 0"),
         (["--keep", "nan"], "--keep: expected more than 0"),
         (["--hazard", "1.5"], "--hazard: expected numbers from 0 to 1"),

@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="missing",
         help="what a verify swaps in: what the draft KV lacks (token dropping) or everything [%(default)s]",
     )
+    parser.add_argument(
+        "--ring",
+        type=int,
+        default=0,
+        metavar="LAYERS",
+        help="stream full KV in during the verify, so many layers at a time; 0: the whole cache, ahead of it [%(default)s]",
+    )
     parser.add_argument("--window", default="auto", metavar="N|auto", help="drafts before a verify [%(default)s]")
     parser.add_argument("--mode", choices=("auto", "plain", "pinned", "offloaded"), default="auto", help="[%(default)s]")
     parser.add_argument("--scheduler", choices=("staggered", "lockstep"), default="staggered", help="[%(default)s]")
@@ -96,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
 def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals: Sequence[Arrival]) -> Setup:
     if not 0 < args.keep <= 1:
         raise UsageError(f"--keep: expected more than 0 and at most 1, got {args.keep:g}")
+    if args.ring < 0:
+        raise UsageError(f"--ring: expected 0 or more, got {args.ring}")
     if args.count < 1:
         raise UsageError(f"--count: expected 1 or more, got {args.count}")
     for name in ("kv_memory", "host_memory"):
@@ -117,7 +126,7 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         model.token_bytes,
         Bytes(memory, float("inf") if args.host_memory is None else args.host_memory * 1e9),
         arrivals,
-        Compression(args.keep, mean, args.swap == "missing"),
+        Compression(args.keep, mean, args.swap == "missing", args.ring),
         args.mode,
         _window(args),
         args.scheduler,

@@ -127,20 +127,21 @@ class Simulation:
     def _step(self, plan: StepPlan) -> float:
         for number in plan.preempt:
             self._requests[number].preempted()
-        for number in plan.streams:
-            request = self._requests[number]
-            if request.link_left is None:
-                request.link_left = request.link_seconds
-                self.result.swap_seconds += request.link_left
-                self.result.swap_bytes += request.swap_bytes
         compute = self.costs.compute_seconds(self._load(plan))
         verifying = [part.number for part in plan.parts if part.phase == "verify"]
+        swapping = [*verifying, *(number for number in plan.streams if number not in verifying)]
+        for number in swapping:
+            request = self._requests[number]
+            if request.link_left is None:
+                request.link_left = request.swap_seconds
+                self.result.swap_seconds += request.link_left
+                self.result.swap_bytes += request.swap_bytes
         wait = sum(self._requests[number].link_left or 0.0 for number in verifying)
         seconds = self.costs.overlapped(compute, wait) if wait > 0 else compute
         self.result.exposed_seconds += seconds - compute
-        self._remember(plan, seconds)
+        self._remember(plan, swapping, seconds)
         left = seconds
-        for number in [*verifying, *(number for number in plan.streams if number not in verifying)]:
+        for number in swapping:
             request = self._requests[number]
             if request.link_left:
                 moved = min(left, request.link_left)
@@ -159,9 +160,9 @@ class Simulation:
                 pairs += part.rows * (request.tokens + part.rows / 2)
         return StepLoad(plan.rows, read, pairs)
 
-    def _remember(self, plan: StepPlan, seconds: float) -> None:
+    def _remember(self, plan: StepPlan, swapping: Sequence[int], seconds: float) -> None:
         held = sum(self._requests[request.number].device_bytes for request in self.scheduler.running)
-        held += sum(self._requests[number].swap_bytes for number in plan.streams)
+        held += sum(self._requests[number].swapping_bytes for number in swapping)
         self.result.peak_kv_bytes = max(self.result.peak_kv_bytes, held)
         phases = {part.phase for part in plan.parts}
         if phases == {"draft"}:

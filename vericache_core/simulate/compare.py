@@ -94,7 +94,12 @@ def simulate(setup: Setup) -> Result:
         )
         for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
     ]
-    return Simulation(setup.costs, scheduler, requests, lockstep=setup.order == "lockstep", book=book).run()
+    return Simulation(setup.costs, scheduler, requests, lockstep=_in_step(setup), book=book).run()
+
+
+def _in_step(setup: Setup) -> bool:
+    """Whether swaps hide behind the step that verifies, and no other."""
+    return setup.order == "lockstep" or setup.compression.ring > 0
 
 
 def _step_seconds(setup: Setup) -> float:
@@ -118,20 +123,22 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
     windows = WINDOWS if setup.window is None else (setup.window,)
     modes: list[Mode] = []
     mixes: dict[Demand, Mix] = {}
+    many = len({(arrival.prompt_tokens, arrival.new_tokens) for arrival in setup.arrivals}) > 64
     owed = 0.0
     for arrival in setup.arrivals:
-        # Lengths within a few percent share a mix.
-        prompt = _round_up(arrival.prompt_tokens)
-        like = Arrival(0.0, prompt, _round_up(arrival.new_tokens))
+        prompt, new = arrival.prompt_tokens, arrival.new_tokens
+        if many:  # lengths within a few percent share a mix
+            prompt, new = _round_up(prompt), _round_up(new)
+        like = Arrival(0.0, prompt, new)
         hazard = setup.compression.hazard if setup.prior is None else setup.prior.hazard
-        needs = demand(like, setup.compression, setup.token_bytes, setup.tier, hazard)
+        needs = demand(like, setup.compression, setup.token_bytes, setup.costs, setup.tier, hazard)
         if needs not in mixes:
             mixes[needs] = best_mix(
                 setup.costs,
                 needs,
                 len(setup.arrivals),
                 setup.budget.device,
-                lockstep=setup.order == "lockstep",
+                lockstep=_in_step(setup),
                 modes=allowed,
                 windows=windows,
             )
@@ -142,7 +149,8 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
         owed += mix.pinned / (mix.pinned + mix.offloaded)
         modes.append("pinned" if owed >= 1 - 1e-9 else "offloaded")
         owed -= modes[-1] == "pinned"
-    return modes, max(mix.plain + mix.pinned + mix.offloaded for mix in mixes.values())
+    swapping = [mix.pinned + mix.offloaded for mix in mixes.values() if mix.offloaded]
+    return modes, max(swapping, default=len(modes))
 
 
 def _round_up(tokens: int) -> int:

@@ -21,11 +21,14 @@ class Compression:
         keep: draft KV of a prefix as a fraction of its full KV, in bytes.
         hazard: chance per drafted token to differ.
         delta: whether a swap moves only what the draft KV lacks (token dropping) or everything (quantization).
+        ring: layers of full KV on the device at a time, streamed in during the verify's own step; 0 for the whole
+            cache, streamed in ahead of it.
     """
 
     keep: float = 0.2
     hazard: float = 0.02
     delta: bool = True
+    ring: int = 0
 
 
 class SimulatedRequest:
@@ -84,17 +87,17 @@ class SimulatedRequest:
     @property
     def transient(self) -> float:
         """See the protocol."""
-        return self._swap_bytes(self.new_tokens)
+        return self._swap_bytes(self.new_tokens) * ring_share(self._compression, self._costs)
 
     @property
     def link_seconds(self) -> float:
-        """See the protocol."""
-        return self._costs.swap_seconds(self.tier, self.swap_bytes) if self.mode == "offloaded" else 0.0
+        """See the protocol. What streams in during the verify asks for no time before it."""
+        return 0.0 if self._compression.ring else self.swap_seconds
 
     @property
     def swapped_in(self) -> bool:
         """See the protocol."""
-        return self.mode != "offloaded" or (self.link_left is not None and self.link_left <= 0)
+        return self.mode != "offloaded" or self._compression.ring > 0 or (self.link_left is not None and self.link_left <= 0)
 
     # -- bytes ---------------------------------------------------------------------------------------
 
@@ -117,6 +120,16 @@ class SimulatedRequest:
     def swap_bytes(self) -> float:
         """Bytes that a swap moves."""
         return self._swap_bytes(self.committed)
+
+    @property
+    def swap_seconds(self) -> float:
+        """Link time of a swap."""
+        return self._costs.swap_seconds(self.tier, self.swap_bytes) if self.mode == "offloaded" else 0.0
+
+    @property
+    def swapping_bytes(self) -> float:
+        """Bytes on the device because of a swap."""
+        return self.swap_bytes * ring_share(self._compression, self._costs)
 
     @property
     def device_bytes(self) -> float:
@@ -161,10 +174,15 @@ class SimulatedRequest:
         self.prefill, self.drafts, self.link_left = self.prompt + self.committed, 0, None
 
 
-def demand(arrival: Arrival, compression: Compression, token_bytes: int, tier: str, hazard: float) -> Demand:
+def ring_share(compression: Compression, costs: CostModel) -> float:
+    """Share of a swap that is on the device at a time."""
+    return min(1.0, compression.ring / costs.layers) if compression.ring else 1.0
+
+
+def demand(arrival: Arrival, compression: Compression, token_bytes: int, costs: CostModel, tier: str, hazard: float) -> Demand:
     """What the mode choice looks at; ``hazard`` is what is believed, not what the arrival says."""
     tokens = arrival.prompt_tokens + arrival.new_tokens
     full = tokens * token_bytes
     draft = (arrival.prompt_tokens * compression.keep + arrival.new_tokens) * token_bytes
     swap = full - draft if compression.delta else full
-    return Demand(tokens, full, draft, swap, swap, tier, hazard, arrival.new_tokens)
+    return Demand(tokens, full, draft, swap, swap * ring_share(compression, costs), tier, hazard, arrival.new_tokens)
