@@ -81,6 +81,16 @@ def test_room_for_more_swaps_may_be_worth_more_than_another_request() -> None:
     assert free.offloaded > mix.offloaded
 
 
+def test_the_last_turn_counts() -> None:
+    whole = best_mix(GPU, LONG, 20, 40e9, modes=("plain",))
+    broken = best_mix(GPU, LONG, 11, 40e9, modes=("plain",))
+    alone = best_mix(GPU, LONG, 1, 40e9, modes=("plain",))
+    assert (whole.plain, broken.plain) == (10, 10)
+    assert 11 / broken.tokens_per_s == pytest.approx(10 / whole.tokens_per_s + 1 / alone.tokens_per_s)
+    fixed = [best_mix(GPU, LONG, count, 12e9, modes=("offloaded",), windows=(20,)) for count in (8, 9)]
+    assert fixed[1].tokens_per_s < 0.95 * fixed[0].tokens_per_s
+
+
 def test_the_choice_can_be_narrowed() -> None:
     assert best_mix(GPU, LONG, 30, 80e9, modes=("offloaded",)).pinned == 0
     assert best_mix(GPU, LONG, 30, 80e9, modes=("pinned",)).offloaded == 0

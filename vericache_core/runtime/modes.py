@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from vericache_core.errors import ConfigError
@@ -58,7 +58,7 @@ class Mix:
 
     Attributes:
         window: of those that draft; 0 with plain ones.
-        tokens_per_s: of all together.
+        tokens_per_s: of all together, until the last request is done.
     """
 
     plain: int
@@ -86,7 +86,8 @@ def best_mix(
 ) -> Mix:
     """Return the fastest mix for ``requests`` requests like ``demand`` under ``budget`` device bytes for KV.
 
-    Fewer requests than fit may be faster: each swap needs room, and with room for one at a time all wait for it.
+    Fewer requests than fit may be faster: each swap needs room, and with room for one at a time all wait for it. All
+    requests count to the last: one turn of six and one of two is not the same as four turns of two.
     ``modes`` and ``windows`` narrow the choice.
 
     Raises:
@@ -103,6 +104,10 @@ def best_mix(
                 slots = _slots(demand, more, left)
                 for window in windows:
                     mix = _rated(costs, demand, count, more, window, slots, lockstep)
+                    rest = requests % (count + more)
+                    if rest:
+                        last = _rated(costs, demand, min(count, rest), max(0, rest - count), window, slots, lockstep)
+                        mix = _to_the_end(mix, requests, rest, last)
                     # Of equal ones the one that leaves the link alone.
                     if best is None or (mix.tokens_per_s, mix.pinned) > (best.tokens_per_s, best.pinned):
                         best = mix
@@ -148,8 +153,19 @@ def _plain(costs: CostModel, demand: Demand, requests: int, budget: float) -> Mi
     count = min(requests, int(budget // demand.full_bytes))
     if not count:
         return None
-    seconds = round_seconds(costs, Situation(count, demand.tokens, demand.full_bytes, demand.draft_bytes), 0)
-    return Mix(count, 0, 0, 0, 1 / seconds)
+
+    def rated(count: int) -> Mix:
+        seconds = round_seconds(costs, Situation(count, demand.tokens, demand.full_bytes, demand.draft_bytes), 0)
+        return Mix(count, 0, 0, 0, 1 / seconds)
+
+    rest = requests % count
+    return _to_the_end(rated(count), requests, rest, rated(rest)) if rest else rated(count)
+
+
+def _to_the_end(mix: Mix, requests: int, rest: int, last: Mix) -> Mix:
+    """Rate ``requests`` requests that run in turns of one mix, the ``rest`` that remains as ``last``."""
+    seconds = (requests - rest) / mix.tokens_per_s + rest / last.tokens_per_s
+    return replace(mix, tokens_per_s=requests / seconds)
 
 
 def _rated(costs: CostModel, demand: Demand, pinned: int, offloaded: int, window: int, slots: int, lockstep: bool) -> Mix:
