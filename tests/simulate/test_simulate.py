@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vericache_core.errors import ConfigError
+from vericache_core.runtime.costs import Link
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.schedulable import Bytes
@@ -184,6 +185,18 @@ def test_a_ring_of_layers_holds_little_and_hides_less() -> None:
     assert ahead.swap_hidden_fraction is not None
     assert ring.swap_hidden_fraction < 0.6 < ahead.swap_hidden_fraction
     assert ring.swap_seconds > 0
+
+
+@pytest.mark.parametrize(("keep", "requests", "memory"), [(0.25, 24, 2), (0.125, 24, 2), (0.125, 8, 4), (0.25, 8, 2)])
+@pytest.mark.parametrize("order", ["staggered", "lockstep"])
+def test_on_a_slow_link_auto_is_never_slower_than_plain(keep: float, requests: int, memory: int, order: str) -> None:
+    arrivals = [Arrival(0.0, 7000, 128) for _ in range(requests)]
+    budget = 8 * 7128 * 23_040 / memory
+    made = setup("cpu-2", "smollm2-135m", arrivals, budget, order=order, compression=Compression(keep, 0.02, ring=2))
+    for ratio in (30, 60):
+        slow = replace(made, costs=replace(made.costs, links={"host": Link(1e-4, ratio / 17.9e9)}))
+        plain = simulate(replace(slow, mode="plain"))
+        assert simulate(slow).tokens_per_s >= 0.97 * plain.tokens_per_s
 
 
 def test_plain_decoding_fills_the_memory() -> None:

@@ -22,6 +22,10 @@ Mode = Literal["plain", "pinned", "offloaded"]
 MODES: Final[tuple[Mode, ...]] = ("plain", "pinned", "offloaded")
 MARGIN: Final = 1.02
 """How much faster than plain a mix must look to be taken: costs are estimates, too."""
+SWAP_MARGIN: Final = 1.15
+"""The same for a mix that swaps, whose rate is harder to tell (see docs/scheduling.md)."""
+LOCKSTEP_MARGIN: Final = 1.4
+"""The same in lock step, where requests of short windows wait for those of long ones."""
 _TRIED: Final = 12
 
 
@@ -83,19 +87,22 @@ def best_mix(
     lockstep: bool = False,
     modes: Sequence[Mode] = MODES,
     windows: Sequence[int] = WINDOWS,
+    margin: float = SWAP_MARGIN,
 ) -> Mix:
     """Return the fastest mix for ``requests`` requests like ``demand`` under ``budget`` device bytes for KV.
 
     Fewer requests than fit may be faster: each swap needs room, and with room for one at a time all wait for it. All
     requests count to the last: one turn of six and one of two is not the same as four turns of two.
-    ``modes`` and ``windows`` narrow the choice.
+    ``modes`` and ``windows`` narrow the choice; a mix that swaps must look ``margin`` times as fast as one that does
+    not. ``lockstep`` says that swaps hide behind the step that verifies, and no other.
 
     Raises:
         ConfigError: not one request fits in any of the modes, or its tier has no known cost.
     """
     plain = _plain(costs, demand, requests, budget) if "plain" in modes else None
     pinned = min(requests, int(budget // (demand.full_bytes + demand.draft_bytes))) if "pinned" in modes else 0
-    best = None
+    best: Mix | None = None
+    best_worth = 0.0, 0
     for count in _spread(pinned):
         left = budget - count * (demand.full_bytes + demand.draft_bytes)
         offloaded = min(requests - count, _fitting(demand, left, lockstep)) if "offloaded" in modes else 0
@@ -109,9 +116,10 @@ def best_mix(
                         last = _rated(costs, demand, min(count, rest), max(0, rest - count), window, slots, lockstep)
                         mix = _to_the_end(mix, requests, rest, last)
                     # Of equal ones the one that leaves the link alone.
-                    if best is None or (mix.tokens_per_s, mix.pinned) > (best.tokens_per_s, best.pinned):
-                        best = mix
-    if plain is not None and (best is None or best.tokens_per_s < MARGIN * plain.tokens_per_s):
+                    worth = mix.tokens_per_s / (margin if more else MARGIN), mix.pinned
+                    if best is None or worth > best_worth:
+                        best, best_worth = mix, worth
+    if plain is not None and best_worth[0] < plain.tokens_per_s:
         return plain
     if best is None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.costs import CostModel, StepLoad
 from vericache_core.runtime.hazard import Prior, PriorBook
 from vericache_core.runtime.lockstep import LockstepScheduler
-from vericache_core.runtime.modes import MODES, Demand, Mix, Mode, best_mix
+from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mix, Mode, best_mix
 from vericache_core.runtime.rounds import MOST, WINDOWS
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
@@ -141,6 +141,7 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
                 lockstep=_in_step(setup),
                 modes=allowed,
                 windows=windows,
+                margin=LOCKSTEP_MARGIN if setup.order == "lockstep" else SWAP_MARGIN,
             )
         mix = mixes[needs]
         if mix.plain:
