@@ -205,6 +205,7 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
     assert rows["ours"]["error"] is None
     assert rows["ours"]["identical"] is True
     assert rows[PLAIN]["within_budget"] is True
+    assert rows["ours"]["within_budget"] is True
     assert rows[PLAIN]["steps"] > NEW - 1  # not all at once
     assert any("waves" in text for text in rows[PLAIN]["notes"])
     assert rows["ours"]["swap_seconds"] >= 0.9 * rows["ours"]["swap_bytes"] / 2e6

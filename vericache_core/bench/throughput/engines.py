@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,7 @@ class EngineSystem:
         changes = dict(self.changes)
         if workload.tier is not None and changes.get("compressor") is not None:
             changes["full_kv"] = workload.tier
+        changes["device_budget"] = self.shop.budget(workload)
         try:
             if self._engine is None or changes != self._built:
                 self.close()
@@ -146,7 +148,7 @@ class EngineSystem:
         waves: list[Decoded] = []
         hidden: list[tuple[float, float]] = []
         totals = {"swap_bytes": 0, "drafted": 0, "accepted": 0}
-        compress, notes = 0.0, []
+        compress, notes, modes = 0.0, list[str](), list[str]()
         waiting = list(workload.prompts)
         while waiting:
             requests = self._wave(engine, workload, waiting, budget)
@@ -163,6 +165,7 @@ class EngineSystem:
                     totals["accepted"] += metrics.accepted
                     compress += metrics.seconds.get("compress", 0.0)
                     notes += metrics.degraded
+                    modes.append(metrics.mode)
             finally:
                 for request in requests:
                     engine.drop(request)
@@ -171,6 +174,8 @@ class EngineSystem:
                 hidden.append((share, sum(end - start for start, end, _ in self._link.swaps)))
         peak = max(wave.peak_device_bytes for wave in waves)
         swap_seconds = sum(seconds for _, seconds in hidden)
+        if self.changes.get("mode") == "auto":
+            notes.append("modes: " + ", ".join(f"{count} {mode}" for mode, count in sorted(Counter(modes).items())))
         if self.lossy:
             notes.append("drafts without verify: the first token is the full KV's, all others the compressed KV's")
         if len(waves) > 1:
