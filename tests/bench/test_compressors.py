@@ -6,9 +6,10 @@ import torch
 from tests.models import VOCAB, engine_over, model, prompt
 from vericache_core.bench.answers import parses
 from vericache_core.bench.compressors import Row, Setting, bench_compressors
-from vericache_core.bench.drafts import accepted_mean, accepted_runs, divergence, hazard
+from vericache_core.bench.drafts import Drafts, accepted_mean, accepted_runs, divergence, hazard
 from vericache_core.bench.lines import as_line, from_line
 from vericache_core.bench.prompts import BenchPrompt, Grammar, build_prompts
+from vericache_core.cache.draft import DraftKV
 from vericache_core.cli.bench import _HEADER, cells, markdown
 from vericache_core.errors import ConfigError
 from vericache_core.plugins.registry import Registry
@@ -123,26 +124,48 @@ def test_the_lossy_output_is_what_the_compressed_kv_alone_writes(rows: int, monk
     assert found[1].first_divergence == 6
 
 
+def test_every_lossy_token_follows_from_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, written = Drafts.free, []
+
+    def checked(self: Drafts, draft: DraftKV, different: int | None, ends: list[int]) -> list[int]:
+        found = free(self, draft, different, ends)
+        again = self._run(draft, found[:-1])
+        draft.retract()
+        assert again.argmax(-1).tolist() == found[1:]
+        written.append(found)
+        return found
+
+    monkeypatch.setattr(Drafts, "free", checked)
+    asked = [BenchPrompt("one", tuple(prompt(60, seed=4)), (), "json")]
+    list(bench_compressors(engine_over(model("gemma3")), Registry(discover=False), SETTINGS, asked, 42))
+    assert [len(found) for found in written] == [42] * 4
+    assert written[0] != written[1]
+
+
 def test_a_lossy_output_ends_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids that end a sequence end the first round's draft, so nothing behind them is read as its output."""
-    tokenizer = Letters()
-    asked = [BenchPrompt("one", tuple(prompt(60, seed=1)), (), "json")]
-    lengths: list[int] = []
+    """An ending id ends it also behind its first difference, where the full output goes on."""
+    asked = [BenchPrompt("one", tuple(prompt(60, seed=4)), (), "json")]
+    seen: list[list[int]] = []
 
-    def record(text: str, _: object, whole: bool) -> bool:
-        lengths.append(len(text) if whole else -len(text))
-        return True
+    class Kept(Letters):
+        def decode(self, ids: list[int], **options: object) -> str:
+            seen.append(list(ids))
+            return super().decode(ids, **options)
 
-    monkeypatch.setattr("vericache_core.bench.compressors.parses", record)
-    ours = engine_over(model("llama"), tokenizer)
-    plain = ours.generate(list(asked[0].token_ids), compressor=None)[0].token_ids
-    end = next(i for i in range(3, 42) if plain[i] not in plain[:i])
-    monkeypatch.setattr("vericache_core.bench.runs.ending_ids", lambda *_: (plain[end],))
-    monkeypatch.setattr("vericache_core.bench.compressors.ending_ids", lambda *_: (plain[end],))
-    (row,) = bench_compressors(ours, Registry(discover=False), [Setting("identity")], asked, 42)
-    assert row.identical
-    assert row.new_tokens == end + 1
-    assert lengths == [end + 1, end + 1]
+    def run() -> Row:
+        ours = engine_over(model("gemma3"), Kept())
+        seen.clear()
+        (row,) = bench_compressors(ours, Registry(discover=False), SETTINGS[1:2], asked, 42)
+        assert row.identical
+        return row
+
+    run()
+    plain, lossy = seen[-2:]
+    end = next(i for i in range(8, 42) if lossy[i] not in plain and lossy[i] not in lossy[:i])
+    monkeypatch.setattr("vericache_core.bench.runs.ending_ids", lambda *_: (lossy[end],))
+    monkeypatch.setattr("vericache_core.bench.compressors.ending_ids", lambda *_: (lossy[end],))
+    assert run().new_tokens == 42
+    assert seen[-2:] == [plain, lossy[: end + 1]]
 
 
 def test_rows_that_are_known_are_not_measured_again_and_progress_is_told() -> None:

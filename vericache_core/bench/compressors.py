@@ -13,7 +13,6 @@ from vericache_core.bench.drafts import BLOCK, Drafts, accepted_mean, accepted_r
 from vericache_core.bench.prompts import BenchPrompt
 from vericache_core.bench.runs import (
     KeptKV,
-    LongFirstRound,
     Memo,
     Tell,
     copy_prefix,
@@ -135,9 +134,7 @@ def _after_prefill(engine: Engine, prompt: BenchPrompt, new_tokens: int, memo: M
     needs = memo.needs
     if not needs.attention_mass:
         copy_prefix(source, full, len(prompt.token_ids) - max(1, needs.queries))
-    # Only a grammar needs to see the end of the lossy output; where it first differs is found without writing it.
-    kind = Request if prompt.grammar is None else LongFirstRound
-    return new_request(engine, prompt, new_tokens, memo, full, kind)
+    return new_request(engine, prompt, new_tokens, memo, full)
 
 
 def _row(
@@ -169,12 +166,14 @@ def _row(
     try:
         draft = DraftKV.build(full, made, layers)
         different, first = drafts.first_difference(draft)
+        # Only a grammar needs to see the end of the lossy output.
+        ends = ending_ids(engine.adapter.model, engine.tokenizer)
+        lossy = [] if prompt.grammar is None else drafts.free(draft, different, ends)
         blocks = drafts.along(draft, first)
     finally:
         full.rollback(full.tokens - length)
     runs = accepted_runs(blocks, plain.generated)
     assert plain.logits is not None
-    lossy = request.lossy if isinstance(request, LongFirstRound) else ()
     return Row(
         **facts,
         keep_bytes_fraction=metrics.compressed_kv_bytes / metrics.compressed_from_bytes,

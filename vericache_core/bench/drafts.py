@@ -57,6 +57,22 @@ class Drafts:
         draft.retract()
         return found, torch.cat(parts) if parts else torch.empty(0)
 
+    def free(self, draft: DraftKV, different: int | None, ends: Sequence[int]) -> list[int]:
+        """What greedy decoding with the compressed prefix alone writes: the first token is the full KV's, the rest drafts.
+
+        ``different`` is where it first differs. Up to there the right tokens are its own and run in blocks.
+        """
+        if different is None:
+            return list(self.tokens)
+        found = self.tokens[:different]
+        logits = self._run(draft, found)
+        found.append(self.request.chooser.draft(logits[-1], found))
+        while len(found) < self.request.params.max_new_tokens and found[-1] not in ends:
+            logits = self._run(draft, found[-1:])
+            found.append(self.request.chooser.draft(logits[-1], found))
+        draft.retract()
+        return found
+
     def along(self, draft: DraftKV, first: Tensor) -> list[Tensor]:
         """Logits ``[up to BLOCK, vocab]`` of drafts that start after each of the generated tokens 0, 8, 16, ...
 

@@ -81,51 +81,14 @@ class KeptKV(FullKV):
         super().close()
 
 
-class LongFirstRound(Request):
-    """A request whose first round drafts to the end: what decoding with the compressed KV alone would write.
-
-    The verify that follows rejects what is wrong with it, so the output is what it always is.
-
-    Attributes:
-        lossy: the tokens of that decoding; the first one comes from the prefill.
-    """
-
-    ends: Sequence[int] = ()
-    lossy: tuple[int, ...] = ()
-
-    @property
-    def most_drafts(self) -> int:
-        if self.metrics.rounds:
-            return super().most_drafts
-        ended = bool(self.drafts) and self.drafts[-1] in self.ends
-        return len(self.drafts) if ended else self.params.max_new_tokens - len(self.generated)
-
-    def round_window(self) -> int:
-        return super().round_window() if self.metrics.rounds else self.most_drafts
-
-    def take_draft(self, logits: Tensor) -> None:
-        super().take_draft(logits)
-        if not self.metrics.rounds:
-            self.lossy = (*self.generated, *self.drafts)
-
-
-def new_request(
-    engine: Engine,
-    prompt: BenchPrompt,
-    tokens: int,
-    compressor: Compressor | None,
-    full: FullKV,
-    kind: type[Request] = Request,
-) -> Request:
+def new_request(engine: Engine, prompt: BenchPrompt, tokens: int, compressor: Compressor | None, full: FullKV) -> Request:
     """A greedy request that records its logits."""
     params, adapter, tokenizer = SamplingParams(max_new_tokens=tokens), engine.adapter, engine.tokenizer
     ends = ending_ids(adapter.model, tokenizer)
     decode: Any = None if tokenizer is None else TextDecoder(tokenizer)
     chooser = TokenChooser(params, prompt.token_ids, ends, adapter.vocab_size)
     output = OutputBuffer(params, ends, decode)
-    request = kind(prompt.token_ids, params, chooser, output, full, compressor, _window(engine))
-    if isinstance(request, LongFirstRound):
-        request.ends = ends
+    request = Request(prompt.token_ids, params, chooser, output, full, compressor, _window(engine))
     request.protected, request.logits = prompt.protected, []
     request.metrics.compressor = None if compressor is None else compressor.name
     return request
