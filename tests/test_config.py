@@ -152,7 +152,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_environment_errors_name_the_variable() -> None:
-    with pytest.raises(ConfigError, match=r"^VERICACHE_WINDOW: expected an integer >= 1, got 'x'"):
+    with pytest.raises(ConfigError, match=r"^VERICACHE_WINDOW: expected an integer >= 1 or auto, got 'x'"):
         load_config(None, {"VERICACHE_WINDOW": "x"})
 
 

@@ -28,6 +28,7 @@ from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
 from vericache_core.plugins.registry import Registry, default_registry
 from vericache_core.runtime.backend import choose_attention, set_threads
+from vericache_core.runtime.background import is_safe
 from vericache_core.runtime.choose import TokenChooser
 from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop, uncompressed_layers
@@ -89,6 +90,11 @@ class Job:
         self, request: Request, step: Callable[[], object], drop: Callable[[], None], output: Callable[[], RequestOutput]
     ) -> None:
         self._request, self._step, self._drop, self._output = request, step, drop, output
+
+    @property
+    def number(self) -> int:
+        """Unique in this process."""
+        return self._request.number
 
     @property
     def finished(self) -> bool:
@@ -158,6 +164,7 @@ class Engine:
             self.config.on_swap_error,
             None if tokenizer is None else self._encode,
         )
+        self.loop.overlaps = lambda: is_safe(self.attention)
         if self.config.compressor is not None:
             if self.planner.chooses:
                 _ = self.planner.pricer  # measured now, while nothing else runs
@@ -302,6 +309,7 @@ class Engine:
         with self._lock:
             for request in list(self.loop.requests):
                 self._drop(request)
+            self.loop.background.close()
             self._ring.close()
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ def live_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if type(found) in {torch.Tensor, torch.nn.Parameter} and found.numel():
+        if type(found) in {torch.Tensor, torch.nn.Parameter} and not found.is_mkldnn and found.numel():
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
     return sum(storages.values())
 

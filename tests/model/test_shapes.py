@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,9 +88,25 @@ def test_a_packed_model_answers_as_before_outside_of_steps() -> None:
 
 def test_packing_follows_size_and_wish() -> None:
     small = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    assert pack_linears(small, 16, "auto") == small[0].weight.nbytes
-    assert pack_linears(small, 16, "never") == 0
-    assert "forward" not in small[0].__dict__
+    assert list(pack_linears(small, 16, "auto")) == [small[0]]
+    assert not pack_linears(small, 16, "never")
     large = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    large[0].weight = torch.nn.Parameter(torch.empty(AUTO_BYTES // 4 + 8).expand(1, -1)[:, :8].expand(AUTO_BYTES // 32 + 1, 8))
-    assert pack_linears(large, 16, "auto") == 0
+    large[0].weight = torch.nn.Parameter(torch.empty(1, 8).expand(AUTO_BYTES // 32 + 1, 8))
+    assert not pack_linears(large, 16, "auto")
+
+
+def test_packed_weights_belong_to_one_adapter() -> None:
+    """Another engine over the same model, and a copy of the model, compute with weights of their own."""
+    model = build("llama")
+    packed = ModelAdapter(model, 16, "always")
+    plain = ModelAdapter(model, 16, "never")
+    assert packed.packed_bytes > 0
+    assert plain.packed_bytes == 0
+    twin = copy.deepcopy(model)
+    ids = torch.tensor([list(range(5, 60))])
+    with torch.inference_mode():
+        before = twin(ids).logits
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(ids).logits, before)
+        assert not model(ids).logits.any()

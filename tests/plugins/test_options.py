@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_core.errors import OptionError
-from vericache_core.plugins.fields import option_fields, parse_pairs
+from vericache_core.plugins.fields import coerce, option_fields, parse_pairs
 from vericache_core.plugins.options import Budget, Options, kept_tokens, option, options_to_json, parse_options
-from vericache_core.plugins.schema import options_schema
+from vericache_core.plugins.schema import field_schema, options_schema
 
 
 @dataclass(frozen=True)
@@ -248,3 +248,18 @@ def test_kept_tokens_function_needs_exactly_one_and_no_negative_count() -> None:
         kept_tokens(3, keep=0.5, keep_tokens=1)
     with pytest.raises(ValueError, match="negative"):
         kept_tokens(-1, keep=0.5)
+
+
+def test_a_number_or_a_word() -> None:
+    @dataclass(frozen=True)
+    class Numbers:
+        window: int | Literal["auto"] = option(8, help="tokens", ge=1)
+
+    field = option_fields(Numbers)["window"]
+    assert coerce(field, "auto", text=False) == "auto"
+    assert coerce(field, "3", text=True) == 3
+    assert coerce(field, 3, text=False) == 3
+    for wrong in ("x", 0, True, None, 1.5):
+        with pytest.raises(OptionError, match="an integer >= 1 or auto"):
+            coerce(field, wrong, text=False)
+    assert field_schema(field)["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "string", "enum": ["auto"]}]

@@ -7,6 +7,7 @@ and counts for nothing, so a step that fails can simply be run again.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
@@ -34,6 +35,10 @@ class ExactRows(Protocol):
 
 class FullKV:
     """See the module docstring.
+
+    Attributes:
+        tokens: rows that count.
+        link_seconds: time that loads took so far, and ``waited_seconds`` that a step stood still for them.
 
     Args:
         layers: descriptors of the model.
@@ -70,6 +75,7 @@ class FullKV:
         self._queue: deque[int] = deque()
         self._exact: ExactRows | None = None
         self._room = 0
+        self.link_seconds = self.waited_seconds = 0.0
 
     def make_room(self, rows: int) -> None:
         """Make room for ``rows`` rows at once on layers that stay on the device; without it they grow page by page."""
@@ -120,7 +126,9 @@ class FullKV:
         if layer in self._device:
             return self._device[layer]
         slot, loaded = self._slots[layer]
+        started = time.perf_counter()
         loaded.result()
+        self.waited_seconds += time.perf_counter() - started
         return slot
 
     def wrote(self, layer: int, rows: int) -> None:
@@ -208,7 +216,14 @@ class FullKV:
         layer = self._queue.popleft()
         slot = self._ring.acquire(self.layers[layer], self.tokens + self._room)
         exact, tokens = self._exact, self.tokens
-        self._slots[layer] = (slot, self._ring.submit(lambda: self._fill(layer, slot, tokens, exact)))
+        self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact)))
+
+    def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
+        started = time.perf_counter()
+        try:
+            self._fill(layer, slot, tokens, exact)
+        finally:
+            self.link_seconds += time.perf_counter() - started
 
     def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
         assert self._store is not None

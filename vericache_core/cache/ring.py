@@ -6,6 +6,7 @@ copies go to a side stream and the consumer waits for their event.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,12 +31,14 @@ class SwapRing:
         self._free: list[Extent] = []
         self._busy: dict[int, Extent] = {}
         self._worker: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # a verify in the background takes slots, too
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
         """Device bytes of all slots, in use or kept for reuse."""
-        return sum(extent.nbytes for extent in [*self._free, *self._busy.values()])
+        with self._lock:
+            return sum(extent.nbytes for extent in [*self._free, *self._busy.values()])
 
     def acquire(self, layer: LayerDescriptor, rows: int) -> PagedRows:
         """An empty slot of ``layer`` with room for ``rows`` rows.
@@ -43,8 +46,15 @@ class SwapRing:
         Raises:
             SwapError: there is no device memory for it.
         """
-        pages = pages_for(rows)
         slot = PagedRows(layer, self.device)
+        with self._lock:
+            extent = self._take(layer, rows)
+            slot.adopt(extent)
+            self._busy[id(slot)] = extent
+        return slot
+
+    def _take(self, layer: LayerDescriptor, rows: int) -> Extent:
+        pages = pages_for(rows)
         fitting = [extent for extent in self._free if extent.pages >= pages and _fits(extent, layer)]
         if fitting:
             extent = min(fitting, key=lambda extent: extent.pages)
@@ -56,13 +66,12 @@ class SwapRing:
                 extent = Extent.allocate(layer, ring_rows(rows) // PAGE, self.device)
             except (MemoryError, RuntimeError) as error:
                 raise SwapError(f"no device memory for {pages} pages of swapped KV", cause=str(error)) from error
-        slot.adopt(extent)
-        self._busy[id(slot)] = extent
-        return slot
+        return extent
 
     def release(self, slot: PagedRows) -> None:
         """Take the slot back; its pages may be handed out again at once."""
-        self._free.append(self._busy.pop(id(slot)))
+        with self._lock:
+            self._free.append(self._busy.pop(id(slot)))
 
     def submit(self, fill: Callable[[], None]) -> Future[None]:
         """Run ``fill`` on the swap thread, in order of submission."""
@@ -84,7 +93,8 @@ class SwapRing:
 
     def trim(self) -> None:
         """Drop slots that nobody uses."""
-        self._free.clear()
+        with self._lock:
+            self._free.clear()
 
     def close(self) -> None:
         """Stop the thread; loads in flight finish first."""

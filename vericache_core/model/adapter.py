@@ -16,7 +16,7 @@ from vericache_core.errors import UnsupportedModelError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model import interface
 from vericache_core.model.interface import StepAttention, active_step
-from vericache_core.model.packed import pack_linears
+from vericache_core.model.packed import pack_linears, packed_bytes, use_packs
 from vericache_core.model.refusals import refuse_by_config, refuse_by_facts, rope_settings
 
 
@@ -47,10 +47,15 @@ class ModelAdapter:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._forward_names = set(inspect.signature(model.forward).parameters)
         model.set_attn_implementation(interface.NAME)
-        self.packed_bytes = pack_linears(model, rows, pack_weights)
+        self._packs = pack_linears(model, rows, pack_weights)
         self.layers = self._discover()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = _max_positions(self.config)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of linear weights that exist a second time, packed; 0 if none are."""
+        return packed_bytes(self._packs)
 
     @property
     def most_rows(self) -> int:
@@ -80,7 +85,7 @@ class ModelAdapter:
         }
         if not logits and "logits_to_keep" in self._forward_names:
             arguments["logits_to_keep"] = 1
-        with torch.inference_mode(), active_step(attention):
+        with torch.inference_mode(), active_step(attention), use_packs(self._packs):
             output: Tensor = self.model(**arguments).logits[0]
         return output
 

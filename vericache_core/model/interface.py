@@ -42,11 +42,6 @@ def active_step(step: StepAttention) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def step_is_active() -> bool:
-    """Whether the calling context runs inside a step."""
-    return _ACTIVE.get() is not None
-
-
 def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **facts: Any
 ) -> tuple[Tensor, None]:

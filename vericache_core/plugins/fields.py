@@ -104,7 +104,8 @@ class OptionField:
         """What a person is told about a legal value: type, range and unit."""
         words = self.type.words if self.info.choices is None else "one of " + ", ".join(map(str, self.info.choices))
         bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in _bounds(self.info) if bound is not None)
-        return " ".join(part for part in (words, bounds) if part)
+        words = " ".join(part for part in (words, bounds) if part)
+        return " or ".join([words, *self.type.names])
 
 
 def option_fields(options_type: Any) -> dict[str, OptionField]:

@@ -39,7 +39,7 @@ class FieldType:
             return "one of " + ", ".join(map(str, self.choices))
         if self.item is not None:
             return f"a list, each item {self.item.words}"
-        return " or ".join([_WORDS[self.base], *self.names])
+        return _WORDS[self.base]
 
 
 def resolve_type(annotation: Any) -> FieldType:

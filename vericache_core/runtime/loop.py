@@ -6,6 +6,7 @@ but logits that the full KV produced.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from vericache_core.context import CompressContext, ScoreObserver
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import PrefixView
 from vericache_core.model.adapter import ModelAdapter
+from vericache_core.runtime.background import BackgroundVerify
 from vericache_core.runtime.observe import Observations
 from vericache_core.runtime.request import Request, Want, describe
 from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
@@ -68,7 +70,10 @@ class StepLoop:
         self.requests: list[Request] = []
         self.peak_device_kv_bytes = 0
         self.steps = 0
-        self.waiting_seconds = 0.0
+        self.swap_seconds = self.exposed_seconds = 0.0
+        self.background = BackgroundVerify()
+        self._foreground, self._step_seconds = True, float("inf")
+        self.overlaps: Callable[[], bool] = lambda: True
         self._observations: dict[int, Observations] = {}
 
     def add(self, request: Request) -> None:
@@ -85,6 +90,8 @@ class StepLoop:
 
     def release(self, request: Request) -> None:
         """Let a request go with what it holds; :meth:`add` takes it in again."""
+        if self.background.number == request.number:
+            self.background.collect(wait=True)
         self.requests = [other for other in self.requests if other is not request]
         self._observations.pop(request.number, None)
         self.scheduler.remove(request.number)
@@ -115,9 +122,15 @@ class StepLoop:
         for number in plan.start:
             request = by_number[number]
             request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
-        segments = self._segments(plan, by_number)
         started = time.perf_counter()
-        if segments:
+        self._collect(wait=False)
+        segments = self._segments(plan, by_number)
+        segments = self._send_to_background(segments)
+        if not segments:
+            waited = time.perf_counter()
+            self._collect(wait=True)
+            self.exposed_seconds += time.perf_counter() - waited
+        else:
             try:
                 logits, ring_bytes = self._forward(segments, self._observe)
             except StepFault as fault:
@@ -125,7 +138,8 @@ class StepLoop:
                 plan = StepPlan(plan.start, plan.preempt, (), plan.streams)
             else:
                 self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
-        self.scheduler.done(plan, time.perf_counter() - started)
+        self._step_seconds = time.perf_counter() - started
+        self.scheduler.done(plan, self._step_seconds)
         finished = [request for request in self.requests if request.finished]
         for request in finished:
             request.metrics.new_tokens = len(request.generated)
@@ -142,8 +156,13 @@ class StepLoop:
         segments: list[Segment[Request]] = []
         first = 0
         room, slots = self._ring_room(), 0.0
+        flying = self.background.number
+        if flying is not None:
+            slots = self._transient(by_number[flying])
         for part in plan.parts:
             request = by_number[part.number]
+            if request.finished or part.number == flying:
+                continue
             needed = 0.0 if part.phase == "draft" else self._transient(request)
             if slots and needed and slots + needed > room:
                 continue
@@ -157,6 +176,54 @@ class StepLoop:
         if slots and self.ring.nbytes + slots > room:
             self.ring.trim()  # slots kept for reuse are of other sizes, perhaps
         return segments
+
+    def _send_to_background(self, segments: list[Segment[Request]]) -> list[Segment[Request]]:
+        """Start one verify whose swap would hold up the others for longer than a step; returns what is left to run now."""
+        if self.background.number is not None:
+            # The link is taken: a second swap would only make both late.
+            return _moved_up([segment for segment in segments if not self._swaps_long(segment)])
+        if len(segments) < 2 or not self.overlaps():
+            return segments
+        for segment in segments:
+            if self._swaps_long(segment) and segment.count == len(segment.want.tokens):
+                alone = Segment(segment.request, segment.want, 0, segment.count)
+                self.background.start(alone, functools.partial(self._verify_alone, alone))
+                rest = [other for other in segments if other is not segment and not self._swaps_long(other)]
+                return _moved_up(rest)
+        return segments
+
+    def _verify_alone(self, segment: Segment[Request]) -> Tensor:
+        return self._forward([segment], self._observe)[0]
+
+    def _swaps_long(self, segment: Segment[Request]) -> bool:
+        full = segment.request.full
+        if segment.want.phase == "draft" or segment.request.draft is None or not full.offloaded or not full.moved_bytes:
+            return False
+        rounds = max(1, segment.request.metrics.rounds)
+        return full.link_seconds / full.moved_bytes * self._swap_bytes(segment.request, rounds) > self._step_seconds
+
+    def _swap_bytes(self, request: Request, rounds: int) -> float:
+        """Bytes of one swap of ``request``: the mean of those that were, and at first all of its offloaded rows."""
+        if request.metrics.rounds:
+            return (request.full.moved_bytes - request.swapped_before) / rounds
+        return float(request.full.tokens * sum(self.adapter.layers[index].token_bytes for index in request.full.offloaded))
+
+    def _collect(self, *, wait: bool) -> None:
+        verdict = self.background.collect(wait=wait)
+        if verdict is None:
+            return
+        request = verdict.segment.request
+        if request.finished:
+            return
+        if verdict.logits is None:
+            assert verdict.fault is not None
+            self._recover(verdict.fault)
+            return
+        self._foreground = False
+        try:
+            self._hand_out([verdict.segment], verdict.logits, 0.0, self.ring.nbytes)
+        finally:
+            self._foreground = True
 
     def _ring_room(self) -> float:
         """Device bytes that the budget leaves for ring slots while every running request is at its greatest length."""
@@ -172,6 +239,8 @@ class StepLoop:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a request that goes back to the queue; what it has committed it keeps, exactly."""
+        if self.background.number == request.number:
+            self._collect(wait=True)
         request.metrics.preemptions += 1
         self._start_over(request)
 
@@ -200,6 +269,7 @@ class StepLoop:
         self.steps += 1
         for segment in segments:
             request = segment.request
+            self._count_swap(request)
             request.metrics.steps += 1
             request.metrics.add_seconds(segment.want.phase, seconds)
             held = request.device_bytes() + (ring_bytes if request.full.offloaded else 0)
@@ -211,6 +281,16 @@ class StepLoop:
                 self._hand_rows(segment, logits[segment.first : segment.first + segment.count])
             except VeriCacheError as error:
                 segment.request.fail(error)
+
+    def _count_swap(self, request: Request) -> None:
+        """Add up link time; what a step in the foreground waited for it was not hidden."""
+        full = request.full
+        link, waited = full.link_seconds - request.link_counted[0], full.waited_seconds - request.link_counted[1]
+        request.link_counted = (full.link_seconds, full.waited_seconds)
+        self.swap_seconds += link
+        request.metrics.swap_seconds += link
+        if self._foreground:
+            self.exposed_seconds += waited
 
     def _hand_rows(self, segment: Segment[Request], logits: Tensor) -> None:
         request = segment.request
@@ -253,6 +333,7 @@ class StepLoop:
             compressed = compressor.compress(prefix, context)
             request.metrics.compressed_kv_bytes = compressed.nbytes
             request.draft = DraftKV.build(request.full, compressed, supported)
+            request.swapped_before = request.full.moved_bytes
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises costs speed, never tokens)
             self._compressor_failed(request, "compress", error)
             return
@@ -355,6 +436,7 @@ class StepLoop:
         request.metrics.swap_bytes += request.full.moved_bytes
         request.forget_draft()
         request.full.close()
+        request.link_counted = (0.0, 0.0)
         try:
             request.full = self._make_full(request)
         except VeriCacheError as again:
@@ -363,6 +445,16 @@ class StepLoop:
         request.compress_at = len(request.tokens)  # the newest token is recomputed too: one prefill to the end
         if request.compressor is not None:
             self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+
+
+def _moved_up(segments: Sequence[Segment[Request]]) -> list[Segment[Request]]:
+    """The same segments without gaps between their rows."""
+    placed: list[Segment[Request]] = []
+    first = 0
+    for segment in segments:
+        placed.append(Segment(segment.request, segment.want, first, segment.count))
+        first += segment.count
+    return placed
 
 
 def uncompressed_layers(adapter: ModelAdapter, compressor: Compressor | None) -> set[int]:

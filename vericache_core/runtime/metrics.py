@@ -20,6 +20,7 @@ class RequestMetrics:
         steps: model steps this request had rows in.
         prompt_tokens, new_tokens: lengths.
         swap_bytes: bytes of full KV moved to the device.
+        swap_seconds: time its swaps kept the link busy, hidden behind compute or not.
         peak_device_kv_bytes: most device KV held at once: draft KV, resident full KV and ring slots.
         full_kv_bytes: bytes of the full KV rows, wherever they live.
         compressed_kv_bytes: bytes of the compressed prefix when it was made, survivors or codes and map.
@@ -43,6 +44,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     new_tokens: int = 0
     swap_bytes: int = 0
+    swap_seconds: float = 0.0
     peak_device_kv_bytes: int = 0
     full_kv_bytes: int = 0
     compressed_kv_bytes: int = 0

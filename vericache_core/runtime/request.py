@@ -84,6 +84,8 @@ class Request:
         self.protected: tuple[tuple[int, int], ...] = ()
         self.logits: list[Tensor] | None = None
         self.recoveries = 0
+        self.link_counted = (0.0, 0.0)
+        self.swapped_before = 0
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
 
     @property

@@ -1,0 +1,106 @@
+"""Verifies in the background: a slow link holds nobody up, and no token depends on it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.models import build
+from tests.watch import assert_same
+from vericache_core import Engine, EngineConfig, SamplingParams
+from vericache_core.cache.tiers import HostStore
+from vericache_core.engine import RequestOutput
+from vericache_core.errors import SwapError
+from vericache_core.runtime.background import BackgroundVerify
+
+PROMPTS = [list(range(1, 150)), list(range(3, 80)), [5, 6, 7, 8] * 12, list(range(9, 40))]
+PARAMS = SamplingParams(max_new_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    with Engine(build("llama"), config=EngineConfig(rows=16)) as engine:
+        return engine.generate(PROMPTS, PARAMS, record_logits=True)
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every layer takes 60 ms to come; returns the number of verifies that ran in the background, growing."""
+    read, start, started = HostStore.read, BackgroundVerify.start, [0]
+
+    def slow(self: HostStore, *arguments: Any) -> Any:
+        time.sleep(0.06)
+        return read(self, *arguments)
+
+    def counted(self: BackgroundVerify, *arguments: Any) -> None:
+        started[0] += 1
+        start(self, *arguments)
+
+    monkeypatch.setattr(HostStore, "read", slow)
+    monkeypatch.setattr(BackgroundVerify, "start", counted)
+    return started
+
+
+def engine(**changes: Any) -> Engine:
+    return Engine(build("llama"), config=EngineConfig(**{"rows": 16, "compressor": "random", "window": 5, **changes}))
+
+
+@pytest.mark.parametrize("scheduler", ["staggered", "lockstep"])
+def test_slow_swaps_hide_behind_drafts_and_change_nothing(
+    scheduler: str, expected: list[RequestOutput], slow_link: list[int]
+) -> None:
+    with engine(scheduler=scheduler) as ours:
+        found = ours.generate(PROMPTS, PARAMS, record_logits=True)
+        assert ours.loop.swap_seconds > 0
+        assert not ours.loop.scheduler.running
+    for output, reference in zip(found, expected, strict=True):
+        assert_same(output, reference)
+    assert slow_link[0] > 0
+    assert sum(output.metrics.swap_seconds for output in found) > 0
+
+
+def test_a_fast_link_needs_no_background(expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundVerify, "start", lambda *_: pytest.fail("nothing here takes longer than a step"))
+    with engine() as ours:
+        for output, reference in zip(ours.generate(PROMPTS, PARAMS, record_logits=True), expected, strict=True):
+            assert_same(output, reference)
+
+
+def test_cancelling_a_request_in_flight_leaves_the_others_alone(expected: list[RequestOutput], slow_link: list[int]) -> None:
+    with engine() as ours:
+        jobs = [ours.submit(prompt, PARAMS, record_logits=True) for prompt in PROMPTS]
+        while not ours.loop.background.busy:
+            assert ours.step()
+        flying = next(i for i, job in enumerate(jobs) if job.number == ours.loop.background.number)
+        jobs[flying].cancel()
+        assert not ours.loop.background.busy
+        while ours.step():
+            pass
+        for i, job in enumerate(jobs):
+            if i != flying:
+                assert_same(job.result(), expected[i])
+        ours.loop.ring.check_integrity()
+    assert jobs[flying].token_ids == expected[flying].token_ids[: len(jobs[flying].token_ids)]
+
+
+def test_a_swap_that_fails_in_flight_is_recomputed(
+    expected: list[RequestOutput], slow_link: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, broken = HostStore.read, [0]
+
+    def breaking(self: HostStore, *arguments: Any) -> Any:
+        if slow_link[0] == 2 and not broken[0]:
+            broken[0] += 1
+            raise SwapError("the link broke")
+        return read(self, *arguments)
+
+    monkeypatch.setattr(HostStore, "read", breaking)
+    with engine() as ours:
+        found = ours.generate(PROMPTS, PARAMS, record_logits=True)
+        ours.loop.ring.check_integrity()
+    for output, reference in zip(found, expected, strict=True):
+        assert_same(output, reference)
+    assert broken[0] == 1
+    assert sum(len(output.metrics.degraded) for output in found) == 1
