@@ -155,6 +155,26 @@ def test_a_setting_that_the_engine_does_not_know_skips_the_system(shop: Shop) ->
     assert not broken(list(rows.values()))
 
 
+def test_the_engine_is_told_the_cap(shop: Shop) -> None:
+    system = EngineSystem(shop, PLAIN, {"compressor": None})
+    for what in (workload(budget_share=0.5), workload()):
+        system.prepare(what)
+        assert system._engine is not None
+        assert system._engine.config.device_budget == shop.budget(what)
+    assert shop.budget(workload()) is None
+    assert shop.budget(workload(budget_share=0.5)) == (sum(LENGTHS) + 3 * NEW) * shop.token_bytes() // 2
+    system.close()
+
+
+def test_auto_tells_which_modes_it_chose(shop: Shop) -> None:
+    auto = EngineSystem(shop, "auto", {**random_keep(0.5), "window": "auto", "mode": "auto"})
+    rows, _ = rows_of([EngineSystem(shop, PLAIN, {"compressor": None}), auto], workload())
+    assert rows["auto"]["error"] is None
+    assert rows["auto"]["identical"] is True
+    assert [note for note in rows["auto"]["notes"] if note.startswith("modes: ")]
+    assert not [note for note in rows[PLAIN]["notes"] if note.startswith("modes: ")]
+
+
 def test_other_tokens_than_plain_are_reported() -> None:
     systems: list[System] = [Scripted(PLAIN, [[1, 2, 3], [4, 5, 6]]), Scripted("wrong", [[1, 2, 3], [4, 0, 6]])]
     rows, _ = rows_of(systems, workload())
