@@ -16,7 +16,6 @@ from vericache_core.bench.runs import KeptKV, copy_prefix
 from vericache_core.bench.throughput.measured import Trace
 from vericache_core.bench.throughput.workloads import Prompt
 from vericache_core.cache.full import FullKV
-from vericache_core.cache.pages import PagedRows
 from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.errors import CompressorFault
@@ -34,7 +33,7 @@ class Link:
     Attributes:
         bytes_per_second: limit; ``None`` for as fast as it goes.
         swaps: ``(from, to, full KV)`` of each layer that came in.
-        waited: seconds in which a step waited for a layer.
+        waited: seconds in which decoding stood still for a layer, as the loop counts them.
     """
 
     bytes_per_second: float | None = None
@@ -55,13 +54,6 @@ class WatchedKV(FullKV):
     """Full KV whose swaps are timed and held back to the speed of the link. Writes are not held back."""
 
     link: Link
-
-    def pages(self, layer: int) -> PagedRows:
-        started = time.perf_counter()
-        pages = super().pages(layer)
-        if layer in self.offloaded:
-            self.link.waited += time.perf_counter() - started
-        return pages
 
     def _fill(self, *args: Any, **kwargs: Any) -> None:
         started, before = time.perf_counter(), self.moved_bytes
@@ -153,6 +145,7 @@ class HeldEngine(Engine):
         watch, steps = _Watch(requests, self.link), 0
         self.link.reset()
         self.loop.peak_device_kv_bytes = 0
+        exposed = self.loop.exposed_seconds
         for request in requests:
             self.loop.add(request)
         started = now = time.perf_counter()
@@ -164,6 +157,7 @@ class HeldEngine(Engine):
         for request in requests:
             if request.error is not None:
                 raise request.error
+        self.link.waited = self.loop.exposed_seconds - exposed
         watch.add_swaps(started)
         tokens = sum(len(request.generated) for request in requests) - before
         return Decoded(seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
