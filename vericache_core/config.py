@@ -76,7 +76,8 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", help="dtype of weights and KV")
     rows: int = option(32, help="query rows of every step; part of the identity contract", ge=2, le=1024)
     shapes: Literal["auto", "one"] = option(
-        "auto", help="rows of steps: also a quarter and four times `rows` where the probe finds the same bits, or only `rows`"
+        "auto",
+        help="rows of steps: also from a quarter to four times `rows` where the probe finds the same bits, or only `rows`",
     )
     pack_weights: Literal["auto", "always", "never"] = option(
         "auto", help="lay linear weights out for the CPU's kernels, a second copy in memory; auto: models up to 2 GiB"

@@ -137,8 +137,9 @@ class Engine:
         self.adapter = ModelAdapter(model, self.config.rows, self.config.pack_weights)
         self._registry = (registry or default_registry()).without(self.config.disable_plugins)
         self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
-        self._attend = attend
-        further = () if self.config.shapes == "one" else (max(2, self.config.rows // 4), self.config.rows * 4)
+        self.attend = attend
+        rows = self.config.rows
+        further = () if self.config.shapes == "one" else (max(2, rows // 4), max(2, rows // 2), 2 * rows, 3 * rows, 4 * rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
         self._eos = ending_ids(model, tokenizer)

@@ -160,4 +160,4 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "vericache.config.schema/1"
-    assert document["properties"]["window"]["minimum"] == 1
+    assert document["properties"]["window"]["anyOf"][0]["minimum"] == 1

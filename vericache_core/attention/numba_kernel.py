@@ -6,7 +6,7 @@ whichever thread it lands, so a row's result is row-invariant by construction:
 - scores and weighted sums are the register tiles of ``numba_tiles.py``, in which every number is one chain of
   multiply-adds in order, however many rows share the tile;
 - keys outside the row's ``[start, limit)`` get weight 0 and their values are never multiplied;
-- the sum of weights runs over ``LANES`` fixed partial sums, then lane by lane;
+- the sum of weights is folded in halves, always the same ones;
 - ``exp`` is a polynomial written out here (Cephes ``expf``), not a library call that may differ by lane.
 
 Where queries and KV are bfloat16 and the CPU multiplies bfloat16 pairs, it does, and softmax weights are rounded
@@ -33,7 +33,6 @@ from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.places import lay_out
 from vericache_core.cache.pages import PAGE
 
-LANES = 16
 ROW_BLOCK = 16
 """Most rows of one work item."""
 DOT, FLOAT32, BFLOAT16, FLOAT16 = range(4)
@@ -46,8 +45,13 @@ _float32_tile, _bfloat16_tile, _float16_tile = make_tile("float32"), make_tile("
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+def _larger(a: Any, b: Any) -> Any:
+    return a if a > b else b  # a plain comparison becomes one vector instruction, max() does not  # noqa: FURB136
+
+
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def _exp(x: Any) -> Any:
-    x = max(x, np.float32(-87.0))
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # noqa: FURB136 (written so that not-a-number stays what it is)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     y = np.float32(1.9875691500e-4)
@@ -136,20 +140,24 @@ def _soften(  # noqa: C901, PLR0912 (fixed passes over a page, one after the oth
 
     With ``rounded`` the weights are rounded to bfloat16, to nearest even.
     """
-    lanes = np.full(LANES, -np.inf, np.float32)
+    fold = np.empty(PAGE // 2, np.float32)
     for j in range(PAGE):
         scores[j] = scores[j] * scaling
     for j in range(begin):
         scores[j] = np.float32(-np.inf)
     for j in range(end, PAGE):
         scores[j] = np.float32(-np.inf)
-    for j in range(0, PAGE, LANES):
-        for i in range(LANES):
-            lanes[i] = max(lanes[i], scores[j + i])
-    peak = top
-    for i in range(LANES):
-        peak = max(peak, lanes[i])
-        lanes[i] = np.float32(0.0)
+    for i in range(PAGE // 2):
+        fold[i] = _larger(scores[i], scores[i + PAGE // 2])
+    for i in range(32):
+        fold[i] = _larger(fold[i], fold[i + 32])
+    for i in range(16):
+        fold[i] = _larger(fold[i], fold[i + 16])
+    for i in range(8):
+        fold[i] = _larger(fold[i], fold[i + 8])
+    for i in range(4):
+        fold[i] = _larger(fold[i], fold[i + 4])
+    peak = _larger(top, _larger(_larger(fold[0], fold[2]), _larger(fold[1], fold[3])))
     for j in range(PAGE):
         scores[j] = _exp(scores[j] - peak)
     for j in range(begin):
@@ -161,12 +169,17 @@ def _soften(  # noqa: C901, PLR0912 (fixed passes over a page, one after the oth
             bits = bits_from_float(scores[j])
             bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
             scores[j] = float_from_bits(bits)
-    for j in range(0, PAGE, LANES):
-        for i in range(LANES):
-            lanes[i] += scores[j + i]
-    mass = np.float32(0.0)
-    for i in range(LANES):
-        mass += lanes[i]
+    for i in range(PAGE // 2):
+        fold[i] = scores[i] + scores[i + PAGE // 2]
+    for i in range(32):
+        fold[i] += fold[i + 32]
+    for i in range(16):
+        fold[i] += fold[i + 16]
+    for i in range(8):
+        fold[i] += fold[i + 8]
+    for i in range(4):
+        fold[i] += fold[i + 4]
+    mass = (fold[0] + fold[2]) + (fold[1] + fold[3])
     return peak, _exp(top - peak), mass
 
 

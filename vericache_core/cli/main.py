@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "plugins": "list, check and show compressors",
     "config": "show, validate and describe configuration",
     "bench": "measure compressors: bytes, accepted drafts, time, and that the output stays the same",
+    "calibrate": "measure what steps, swaps and wrong drafts cost here, for windows and modes that pay",
     "simulate": "what would be gained on some hardware, by the real schedulers under a virtual clock",
     "doctor": "report versions and prove row invariance on this machine",
 }

@@ -13,10 +13,10 @@ from vericache_core.runtime.calibration import load_calibration, prior_key
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import Prior, PriorBook
 from vericache_core.runtime.lockstep import LockstepScheduler
-from vericache_core.runtime.modes import Demand, Mode, best_mix
+from vericache_core.runtime.modes import LOCKSTEP_MARGIN, SWAP_MARGIN, Demand, Mode, best_mix
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.request import Request
-from vericache_core.runtime.rounds import RoundPricer, Situation
+from vericache_core.runtime.rounds import WINDOWS, RoundPricer, Situation
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
 from vericache_core.runtime.window import WindowController
@@ -94,7 +94,17 @@ class Planner:
                 self.book.prior(self._key(compressor)).hazard,
                 new_tokens,
             )
-            return best_mix(self.pricer.costs, demand, requests, float(self.config.device_budget or UNBOUNDED)).mode(0)
+            lockstep = not isinstance(self._scheduler, StaggeredScheduler)
+            mix = best_mix(
+                self.pricer.costs,
+                demand,
+                requests,
+                float(self.config.device_budget or UNBOUNDED),
+                lockstep=lockstep,
+                windows=WINDOWS if self.config.window == "auto" else (0, self.config.window),
+                margin=LOCKSTEP_MARGIN if lockstep else SWAP_MARGIN,
+            )
+            return mix.mode(0)
         return "pinned" if self.config.mode == "pinned" or self.config.full_kv == "device" else "offloaded"
 
     def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
@@ -113,11 +123,8 @@ class Planner:
             if request.full.offloaded:
                 swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
             tier = "host" if self.config.full_kv == "device" else self.config.full_kv
-            lockstep = not isinstance(request_scheduler(), StaggeredScheduler)
+            lockstep = not isinstance(self._scheduler, StaggeredScheduler)
             return self.pricer.prices(Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, lockstep))
-
-        def request_scheduler() -> Scheduler:
-            return self._scheduler
 
         return Pace(controller, prices, self.book, key)
 

@@ -188,7 +188,7 @@ class HeldEngine(Engine):
                 raise CompressorFault("nothing was compressed", cause="; ".join(request.metrics.degraded) or None)
             newest = request.drafts[-1] if request.drafts else request.tokens[-1]
             segments.append(Segment(request, Want("draft", (newest,), request.draft.tokens), row, 1))
-        tile = TileAttention(self.adapter.layers, segments, self._attend, lambda *_: None)
+        tile = TileAttention(self.adapter.layers, segments, self.attend, lambda *_: None)
         tokens = [segment.want.tokens[0] for segment in segments]
         logits = self.adapter.step(tokens, [segment.want.position for segment in segments], tile)
         for row, request in enumerate(requests):
