@@ -6,8 +6,7 @@ whichever thread it lands, so a row's result is row-invariant by construction:
 - scores and weighted sums are the register tiles of ``numba_tiles.py``, in which every number is one chain of
   multiply-adds in order, however many rows share the tile;
 - keys outside the row's ``[start, limit)`` get weight 0 and their values are never multiplied;
-- the sum of weights is folded in halves, always the same ones;
-- ``exp`` is a polynomial written out here (Cephes ``expf``), not a library call that may differ by lane.
+- the sum of weights is folded in halves, always the same ones, and ``exp`` is a polynomial of our own (``numba_softmax.py``).
 
 Where queries and KV are bfloat16 and the CPU multiplies bfloat16 pairs, it does, and softmax weights are rounded
 to bfloat16 before they meet the values (their sum is that of the rounded ones); accumulation is float32 either way.
@@ -26,7 +25,8 @@ import torch
 from numba import carray, njit, prange
 from torch import Tensor
 
-from vericache_core.attention.numba_bits import as_pointer, bits_from_float, float_from_bits
+from vericache_core.attention.numba_bits import as_pointer
+from vericache_core.attention.numba_softmax import make_soften
 from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
@@ -41,27 +41,8 @@ HAVE_DOT = has_dot()
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 _dot_tile = make_tile("dot" if HAVE_DOT else "bfloat16")  # without the instruction the name must exist and is never called
+_soften_rounded, _soften_exact = make_soften(rounded=True), make_soften(rounded=False)
 _float32_tile, _bfloat16_tile, _float16_tile = make_tile("float32"), make_tile("bfloat16"), make_tile("float16")
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _larger(a: Any, b: Any) -> Any:
-    return a if a > b else b  # a plain comparison becomes one vector instruction, max() does not  # noqa: FURB136
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _exp(x: Any) -> Any:
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # noqa: FURB136 (written so that not-a-number stays what it is)
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * r * r + r + np.float32(1.0)
-    return y * float_from_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
@@ -132,55 +113,12 @@ def _weigh_alone(form: Any, weights: Any, units: Any, seen: Any, values: Any, ac
         _weigh_half(weights, begin, end, low, values, acc, spare, shape)
 
 
-@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _soften(  # noqa: C901, PLR0912 (fixed passes over a page, one after the other)
-    scores: Any, scaling: Any, begin: Any, end: Any, top: Any, rounded: Any
-) -> Any:
-    """Scores ``[PAGE]`` to weights in place; returns ``(new top, factor for what came before, sum of the weights)``.
-
-    With ``rounded`` the weights are rounded to bfloat16, to nearest even.
-    """
-    fold = np.empty(PAGE // 2, np.float32)
-    for j in range(PAGE):
-        scores[j] = scores[j] * scaling
-    for j in range(begin):
-        scores[j] = np.float32(-np.inf)
-    for j in range(end, PAGE):
-        scores[j] = np.float32(-np.inf)
-    for i in range(PAGE // 2):
-        fold[i] = _larger(scores[i], scores[i + PAGE // 2])
-    for i in range(32):
-        fold[i] = _larger(fold[i], fold[i + 32])
-    for i in range(16):
-        fold[i] = _larger(fold[i], fold[i + 16])
-    for i in range(8):
-        fold[i] = _larger(fold[i], fold[i + 8])
-    for i in range(4):
-        fold[i] = _larger(fold[i], fold[i + 4])
-    peak = _larger(top, _larger(_larger(fold[0], fold[2]), _larger(fold[1], fold[3])))
-    for j in range(PAGE):
-        scores[j] = _exp(scores[j] - peak)
-    for j in range(begin):
-        scores[j] = np.float32(0.0)
-    for j in range(end, PAGE):
-        scores[j] = np.float32(0.0)
-    if rounded:
-        for j in range(PAGE):
-            bits = bits_from_float(scores[j])
-            bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-            scores[j] = float_from_bits(bits)
-    for i in range(PAGE // 2):
-        fold[i] = scores[i] + scores[i + PAGE // 2]
-    for i in range(32):
-        fold[i] += fold[i + 32]
-    for i in range(16):
-        fold[i] += fold[i + 16]
-    for i in range(8):
-        fold[i] += fold[i + 8]
-    for i in range(4):
-        fold[i] += fold[i + 4]
-    mass = (fold[0] + fold[2]) + (fold[1] + fold[3])
-    return peak, _exp(top - peak), mass
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _soften(form: Any, scores: Any, pairs: Any, scaling: Any, begin: Any, end: Any, top: Any) -> Any:
+    """See ``numba_softmax.py``; the dot form multiplies rounded weights."""
+    if form == DOT:
+        return _soften_rounded(scores, pairs, scaling, begin, end, top)
+    return _soften_exact(scores, pairs, scaling, begin, end, top)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -245,14 +183,12 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
                     together_from, together_to = max(together_from, begin), min(together_to, end)
                     if end <= begin:
                         continue
-                    peak, decay, mass = _soften(scores[r], scaling, begin, end, top[row, head], form == DOT)
+                    own, halves = address(scores) + r * PAGE * 4, address(pairs) + r * PAGE * 2
+                    peak, decay, mass = _soften(form, own, halves, scaling, begin, end, top[row, head])
                     top[row, head] = peak
                     total[row, head] = total[row, head] * decay + mass
                     for d in range(padded):
                         sums[tile + r, d] *= decay
-                    if form == DOT:
-                        for j in range(PAGE):
-                            pairs[r, j] = np.uint16(bits_from_float(scores[r, j]) >> np.uint32(16))
                 # What all rows of the tile see is done together, the ends row by row: the same order for each row.
                 common_from, common_to = (together_from + unit - 1) // unit, together_to // unit
                 if common_to <= common_from:

@@ -25,12 +25,12 @@ TILE = 6
 """Most rows of a tile: 6 x 4 accumulators, 4 columns of ``b`` and a broadcast fit in 32 vector registers."""
 COLUMNS = 64
 """Columns of a tile; ``c`` must have room for all of them, ``b`` is read for the first ``columns`` only."""
-_LANES = 16
-_PARTS = COLUMNS // _LANES
+LANES = 16
+_PARTS = COLUMNS // LANES
 
 _I1, _I16, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_F32S, _I32S, _I16S = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES), ir.VectorType(_I16, _LANES)
-_F16S = ir.VectorType(ir.HalfType(), _LANES)
+F32S, I32S, I16S = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, LANES)
+_F16S = ir.VectorType(ir.HalfType(), LANES)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def has_dot() -> bool:
@@ -60,7 +60,7 @@ def _make(rows: int, form: str, *, whole: bool) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def tile(context: Any, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            _Writer(builder, form, whole=whole).write(rows, *arguments)
+            _Tile(builder, form, whole=whole).write(rows, *arguments)
             return _context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
@@ -68,25 +68,67 @@ def _make(rows: int, form: str, *, whole: bool) -> Any:
     return tile
 
 
-class _Writer:
+class VectorWriter:
+    """Short words for the vector IR of a function under construction."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def constant(self, value: float) -> Any:
+        return ir.Constant(F32S, [value] * LANES)
+
+    def whole(self, value: int) -> Any:
+        return ir.Constant(I32S, [value] * LANES)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self.builder.call(self.function("llvm.fma.v16f32", F32S, [F32S] * 3), [a, b, c])
+
+    def splat(self, value: Any, kind: Any) -> Any:
+        nothing = ir.Constant(kind, ir.Undefined)
+        one = self.builder.insert_element(nothing, value, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+
+    def load(self, address: Any, offset: int, kind: Any, mask: Any = None) -> Any:
+        pointer = self.pointer(address, offset, kind)
+        if mask is None:
+            return self.builder.load(pointer, align=2)
+        name, align = {F32S: ("v16f32", 4), I16S: ("v16i16", 2)}[kind]
+        masks = ir.VectorType(_I1, LANES)
+        load = self.function(f"llvm.masked.load.{name}.p0", kind, [kind.as_pointer(), _I32, masks, kind])
+        return self.builder.call(load, [pointer, ir.Constant(_I32, align), mask, ir.Constant(kind, None)])
+
+    def pointer(self, address: Any, offset: int, kind: Any) -> Any:
+        return self.cast(self.builder.add(address, _int(offset)), kind)
+
+    def cast(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def function(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        module = self.builder.module
+        known = module.globals.get(name)
+        return ir.Function(module, ir.FunctionType(result, arguments), name) if known is None else known
+
+
+class _Tile(VectorWriter):
     """Writes one tile into a function. All addresses and steps are int64 bytes."""
 
     def __init__(self, builder: Any, form: str, *, whole: bool) -> None:
-        self.builder, self.form, self.whole = builder, form, whole
+        super().__init__(builder)
+        self.form, self.unmasked = form, whole
 
     def write(self, rows: int, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any) -> None:
         builder = self.builder
         a_rows = [builder.add(a, builder.mul(a_step, _int(r))) for r in range(rows)]
         c_rows = [builder.add(c, builder.mul(c_step, _int(r))) for r in range(rows)]
-        masks = None if self.whole else [self._mask(columns, part) for part in range(_PARTS)]
-        start = [[self._load(row, part * 64, _F32S) for part in range(_PARTS)] for row in c_rows]
+        masks = None if self.unmasked else [self._mask(columns, part) for part in range(_PARTS)]
+        start = [[self.load(row, part * 64, F32S) for part in range(_PARTS)] for row in c_rows]
         before = builder.block
         head, body, done = (builder.append_basic_block(name) for name in ("tile", "tile_row", "tile_done"))
         builder.branch(head)
         builder.position_at_end(head)
         index = builder.phi(_I64)
         index.add_incoming(_int(0), before)
-        sums = [[builder.phi(_F32S) for _ in range(_PARTS)] for _ in range(rows)]
+        sums = [[builder.phi(F32S) for _ in range(_PARTS)] for _ in range(rows)]
         builder.cbranch(builder.icmp_signed("<", index, count), body, done)
         builder.position_at_end(body)
         values = self._columns(b, b_step, index, masks)
@@ -101,7 +143,7 @@ class _Writer:
         builder.position_at_end(done)
         for row, own in zip(c_rows, sums, strict=True):
             for part, value in enumerate(own):
-                builder.store(value, self._pointer(row, part * 64, _F32S), align=4)
+                builder.store(value, self.pointer(row, part * 64, F32S), align=4)
 
     def _columns(self, b: Any, b_step: Any, index: Any, masks: Any) -> list[Any]:
         """The four vectors of ``b`` of one step: float32 rows, or interleaved bfloat16 pairs."""
@@ -111,65 +153,37 @@ class _Writer:
             return [self._to_float(row, part, masks) for part in range(_PARTS)]
         low = builder.add(b, builder.mul(b_step, builder.shl(index, _int(1))))
         high = builder.add(low, b_step)
-        pairs = [x for lane in range(_LANES) for x in (lane, _LANES + lane)]
-        order = ir.Constant(ir.VectorType(_I32, 2 * _LANES), pairs)
+        pairs = [x for lane in range(LANES) for x in (lane, LANES + lane)]
+        order = ir.Constant(ir.VectorType(_I32, 2 * LANES), pairs)
         values = []
         for part in range(_PARTS):
             mask = None if masks is None else masks[part]
-            both = builder.shuffle_vector(
-                self._load(low, part * 32, _I16S, mask), self._load(high, part * 32, _I16S, mask), order
-            )
+            both = builder.shuffle_vector(self.load(low, part * 32, I16S, mask), self.load(high, part * 32, I16S, mask), order)
             values.append(builder.bitcast(both, _PAIRS))
         return values
 
     def _to_float(self, row: Any, part: int, masks: Any) -> Any:
         builder, mask = self.builder, None if masks is None else masks[part]
         if self.form == "float32":
-            return self._load(row, part * 64, _F32S, mask)
-        raw = self._load(row, part * 32, _I16S, mask)
+            return self.load(row, part * 64, F32S, mask)
+        raw = self.load(row, part * 32, I16S, mask)
         if self.form == "float16":
-            return builder.fpext(builder.bitcast(raw, _F16S), _F32S)
-        return builder.bitcast(builder.shl(builder.zext(raw, _I32S), ir.Constant(_I32S, [16] * _LANES)), _F32S)
+            return builder.fpext(builder.bitcast(raw, _F16S), F32S)
+        return builder.bitcast(builder.shl(builder.zext(raw, I32S), ir.Constant(I32S, [16] * LANES)), F32S)
 
     def _step(self, row: Any, index: Any, sums: list[Any], values: list[Any]) -> list[Any]:
         builder = self.builder
         at = builder.add(row, builder.shl(index, _int(2)))  # a float32, or a pair of bfloat16
         if self.form == "dot":
-            factor = builder.bitcast(self._splat(builder.load(self._cast(at, _I32), align=4), _I32S), _PAIRS)
-            dot = self._function("llvm.x86.avx512bf16.dpbf16ps.512", _F32S, [_F32S, _PAIRS, _PAIRS])
+            factor = builder.bitcast(self.splat(builder.load(self.cast(at, _I32), align=4), I32S), _PAIRS)
+            dot = self.function("llvm.x86.avx512bf16.dpbf16ps.512", F32S, [F32S, _PAIRS, _PAIRS])
             return [builder.call(dot, [total, factor, value]) for total, value in zip(sums, values, strict=True)]
-        factor = self._splat(builder.load(self._cast(at, _F32), align=4), _F32S)
-        fma = self._function("llvm.fma.v16f32", _F32S, [_F32S] * 3)
-        return [builder.call(fma, [factor, value, total]) for total, value in zip(sums, values, strict=True)]
+        factor = self.splat(builder.load(self.cast(at, _F32), align=4), F32S)
+        return [self.fma(factor, value, total) for total, value in zip(sums, values, strict=True)]
 
     def _mask(self, columns: Any, part: int) -> Any:
-        lanes = ir.Constant(ir.VectorType(_I64, _LANES), [part * _LANES + lane for lane in range(_LANES)])
-        return self.builder.icmp_signed("<", lanes, self._splat(columns, ir.VectorType(_I64, _LANES)))
-
-    def _load(self, address: Any, offset: int, kind: Any, mask: Any = None) -> Any:
-        pointer = self._pointer(address, offset, kind)
-        if mask is None:
-            return self.builder.load(pointer, align=2)
-        name, align = {_F32S: ("v16f32", 4), _I16S: ("v16i16", 2)}[kind]
-        masks = ir.VectorType(_I1, _LANES)
-        load = self._function(f"llvm.masked.load.{name}.p0", kind, [kind.as_pointer(), _I32, masks, kind])
-        return self.builder.call(load, [pointer, ir.Constant(_I32, align), mask, ir.Constant(kind, None)])
-
-    def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
-        return self._cast(self.builder.add(address, _int(offset)), kind)
-
-    def _cast(self, address: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(address, kind.as_pointer())
-
-    def _splat(self, value: Any, kind: Any) -> Any:
-        nothing = ir.Constant(kind, ir.Undefined)
-        one = self.builder.insert_element(nothing, value, ir.Constant(_I32, 0))
-        return self.builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES))
-
-    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        module = self.builder.module
-        known = module.globals.get(name)
-        return ir.Function(module, ir.FunctionType(result, arguments), name) if known is None else known
+        lanes = ir.Constant(ir.VectorType(_I64, LANES), [part * LANES + lane for lane in range(LANES)])
+        return self.builder.icmp_signed("<", lanes, self.splat(columns, ir.VectorType(_I64, LANES)))
 
 
 def _int(value: int) -> Any:
