@@ -1,0 +1,93 @@
+"""Five hundred requests that come, wait, are cancelled and lose swaps: no wrong token, nothing left behind, no standstill."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.test_leaks import descriptors, live_bytes
+from tests.models import build
+from vericache_core import Engine, EngineConfig, SamplingParams
+from vericache_core.cache.tiers import DiskStore, HostStore
+from vericache_core.engine import Job
+from vericache_core.errors import SwapError
+from vericache_core.runtime.admission import QueueFull
+
+KINDS = 20
+REQUESTS = 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_kv", ["host", "disk"])
+@pytest.mark.parametrize("scheduler", ["staggered", "lockstep"])
+def test_soak(full_kv: str, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(7)
+    prompts = [[draw.randrange(1, 500) for _ in range(draw.choice((3, 20, 60, 130, 200)))] for _ in range(KINDS)]
+    lengths = [draw.choice((2, 9, 30)) for _ in range(KINDS)]
+    model = build("llama")
+    with Engine(model, config=EngineConfig(rows=16)) as plain:
+        params = [SamplingParams(max_new_tokens=count) for count in lengths]
+        expected = [output.token_ids for output in plain.generate(prompts, params)]
+        alone = max(plain.planner.holds(plain._request(p, s, None, False)).device for p, s in zip(prompts, params, strict=True))
+
+    failures = 0
+    for store in (HostStore, DiskStore):
+        read = store.read
+
+        def failing(self: Any, *arguments: Any, _read: Any = read) -> Any:
+            nonlocal failures
+            if draw.random() < 0.003:
+                failures += 1
+                raise SwapError("injected")
+            return _read(self, *arguments)
+
+        monkeypatch.setattr(store, "read", failing)
+
+    config = EngineConfig(
+        rows=16, compressor="random", keep=0.4, window="auto", full_kv=full_kv, scheduler=scheduler, max_queue=8,
+        device_budget=int(alone * 3), swap_dir=None,
+    )  # fmt: skip
+    with Engine(model, config=config) as engine:
+        before = (live_bytes(), descriptors())
+        jobs: list[tuple[int, Job]] = []
+        cancelled: set[int] = set()
+        refused = steps = 0
+        while len(jobs) < REQUESTS or any(not job.finished for _, job in jobs):
+            if len(jobs) < REQUESTS and draw.random() < 0.3:
+                kind = draw.randrange(KINDS)
+                compressor = draw.choice(("random", "identity", None))
+                try:
+                    jobs.append(
+                        (kind, engine.submit(prompts[kind], params[kind], compressor=compressor, priority=draw.randrange(3)))
+                    )
+                except QueueFull:
+                    refused += 1
+            live = [job for _, job in jobs if not job.finished]
+            if live and draw.random() < 0.02:
+                victim = draw.choice(live)
+                victim.cancel()
+                cancelled.add(victim.number)
+            engine.step()
+            assert engine.loop.peak_device_kv_bytes <= config.device_budget  # type: ignore[operator]
+            steps += 1
+            assert steps < 60_000, "standstill"
+        for kind, job in jobs:
+            output = job.result()
+            assert output.token_ids == expected[kind][: len(output.token_ids)]
+            if job.number not in cancelled and output.error is None:
+                assert output.token_ids == expected[kind]
+            assert output.error is None or isinstance(output.error, SwapError)
+        failed = sum(job.result().error is not None for _, job in jobs)
+        assert failed < REQUESTS / 50
+        assert refused > 0
+        assert failures > 0
+        assert cancelled
+        assert not engine.loop.requests
+        assert not engine.loop.scheduler.running
+        engine.loop.ring.check_integrity()
+        del jobs, job, output, live, victim
+        engine.loop.ring.trim()
+        assert live_bytes() <= before[0] * 1.01
+        assert descriptors() == before[1]
