@@ -75,7 +75,7 @@ def test_cancelling_a_request_in_flight_leaves_the_others_alone(expected: list[R
             assert ours.step()
         flying = next(i for i, job in enumerate(jobs) if job.number == ours.loop.background.number)
         jobs[flying].cancel()
-        assert ours.loop.background.collect(wait=True) is None
+        assert ours.loop.background.collect(block=True) is None
         while ours.step():
             pass
         for i, job in enumerate(jobs):

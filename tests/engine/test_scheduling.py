@@ -16,6 +16,7 @@ from vericache_core import Engine, EngineConfig, SamplingParams
 from vericache_core.engine import RequestOutput
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.admission import QueueFull
+from vericache_core.runtime.schedulable import StepPlan
 
 PROMPTS = [list(range(1, 150)), list(range(3, 80)), [5, 6, 7, 8] * 12, list(range(9, 40))]
 PARAMS = SamplingParams(max_new_tokens=30)
@@ -173,3 +174,11 @@ def test_a_calibration_of_another_model_is_refused(model: Any, tmp_path: Path) -
         assert again.planner.pricer.costs == made.costs
     with pytest.raises(ConfigError, match="another machine or model"):
         engine(build("llama", torch.bfloat16), window="auto", calibration=str(tmp_path / "own.json"))
+
+
+def test_a_scheduler_that_finds_nothing_to_run_ends_in_an_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model) as ours:
+        monkeypatch.setattr(ours.loop.scheduler, "plan", lambda _now: StepPlan())
+        (output,) = ours.generate(PROMPTS[3], PARAMS)
+    assert output.finish_reason == "error"
+    assert "nothing to run" in str(output.error)

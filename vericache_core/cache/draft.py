@@ -47,6 +47,7 @@ class DraftKV:
         self._coded: dict[int, CompressedLayer] = {}
         self._maps: dict[int, HeadMap] = {}
         self._pages: dict[int, PagedRows] = {}
+        self._measured: int | None = None
 
     @classmethod
     def build(cls, full: FullKV, compressed: CompressedKV, compressed_layers: Sequence[int]) -> DraftKV:
@@ -103,9 +104,11 @@ class DraftKV:
     @property
     def device_bytes(self) -> int:
         """Bytes of survivors, codes, maps and tail, measured; without the uncompressed layers."""
-        coded = [part for layer in self._coded.values() for part in layer.tensors().values()]
-        maps = [part for surviving in self._maps.values() for part in surviving.storage()]
-        return storage_bytes([*coded, *maps]) + sum(pages.nbytes for pages in self._pages.values())
+        if self._measured is None:  # codes and maps change with a fold only, and are asked for at every step
+            coded = [part for layer in self._coded.values() for part in layer.tensors().values()]
+            maps = [part for surviving in self._maps.values() for part in surviving.storage()]
+            self._measured = storage_bytes([*coded, *maps])
+        return self._measured + sum(pages.nbytes for pages in self._pages.values())
 
     def layer(self, index: int) -> tuple[PagedRows, Index, CompressedLayer | None]:
         """``(pages, index per KV head of the next row, compressed prefix that comes first)``."""
@@ -191,7 +194,7 @@ class DraftKV:
             if index in self._coded:
                 self._coded[index] = layer
                 pages.rollback(self.tail)
-        self.prefix_tokens, self.tail = extended.tokens, 0
+        self.prefix_tokens, self.tail, self._measured = extended.tokens, 0, None
         return True
 
     def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:

@@ -67,7 +67,7 @@ class PagedRows:
         self.lengths: npt.NDArray[np.int64] = np.zeros(layer.kv_heads, dtype=np.int64)
         self.first_row = 0
         self._extents: list[tuple[int, Extent | None]] = []  # (first page, pages or None once released)
-        self._pages = 0
+        self._pages = self._nbytes = 0
         self.key_addresses: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.value_addresses: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
@@ -79,7 +79,7 @@ class PagedRows:
     @property
     def nbytes(self) -> int:
         """Device bytes held, whole pages."""
-        return sum(extent.nbytes for _, extent in self._extents if extent is not None)
+        return self._nbytes
 
     def reserve(self, rows: int) -> None:
         """Grow until ``rows`` rows fit."""
@@ -93,6 +93,7 @@ class PagedRows:
     def adopt(self, extent: Extent) -> None:
         """Add the pages of ``extent`` at the end."""
         self._extents.append((self._pages, extent))
+        self._nbytes += extent.nbytes
         self._pages += extent.pages
         key_step = extent.keys.stride(0) * extent.keys.element_size()
         value_step = extent.values.stride(0) * extent.values.element_size()
@@ -166,6 +167,7 @@ class PagedRows:
                 self.key_addresses[first : first + extent.pages] = 0
                 self.value_addresses[first : first + extent.pages] = 0
                 self._extents[number] = (first, None)
+                self._nbytes -= extent.nbytes
                 self.first_row = (first + extent.pages) * PAGE
 
     def rows(self, start: int, stop: int, head: int | None = None) -> tuple[Tensor, Tensor]:
@@ -189,6 +191,7 @@ class PagedRows:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if lengths, pages and addresses disagree."""
         assert (self.lengths >= 0).all(), self.lengths
+        assert self._nbytes == sum(extent.nbytes for _, extent in self._extents if extent is not None)
         assert int(self.lengths.max(initial=0)) <= self.capacity, (self.lengths, self.capacity)
         assert self._pages == sum(extent.pages for _, extent in self._extents if extent is not None) + self.first_row // PAGE
         for number in range(self.first_row // PAGE, self._pages):

@@ -8,7 +8,7 @@ one link.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,9 @@ class BackgroundVerify:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
         self._running = (segment, self._worker.submit(run))
 
-    def collect(self, *, wait: bool) -> Verdict | None:
-        """What came of it, once; None while it runs, unless ``wait``."""
-        if self._running is None or not (wait or self._running[1].done()):
+    def collect(self, *, block: bool) -> Verdict | None:
+        """What came of it, once; None while it runs, unless ``block``."""
+        if self._running is None or not (block or self._running[1].done()):
             return None
         segment, future = self._running
         self._running = None
@@ -63,10 +63,15 @@ class BackgroundVerify:
         except StepFault as fault:
             return Verdict(segment, None, fault)
 
+    def abandon(self) -> None:
+        """Wait for what is in flight and forget it, however it ended: nobody wants the answer any more."""
+        if self._running is not None:
+            wait([self._running[1]])
+            self._running = None
+
     def close(self) -> None:
         """Wait for what is in flight, forget it, and stop the thread."""
-        if self._running is not None:
-            self.collect(wait=True)
+        self.abandon()
         if self._worker is not None:
             self._worker.shutdown(wait=True)
             self._worker = None

@@ -33,6 +33,8 @@ from vericache_core.runtime.tile import AttendFunction, StepFault, TileAttention
 log = logging.getLogger("vericache.runtime")
 MAX_RECOVERIES = 3
 """Times a request's full KV is recomputed after swap failures before the request fails."""
+MOST_IDLE = 1000
+"""Plans in a row that may hold nothing to run, and nothing to wait for."""
 
 
 class StepLoop:
@@ -72,7 +74,7 @@ class StepLoop:
         self.steps = 0
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
-        self._foreground, self._step_seconds = True, float("inf")
+        self._foreground, self._step_seconds, self._idle = True, float("inf"), 0
         self.overlaps: Callable[[], bool] = lambda: True
         self._observations: dict[int, Observations] = {}
 
@@ -91,7 +93,7 @@ class StepLoop:
     def release(self, request: Request) -> None:
         """Let a request go with what it holds; :meth:`add` takes it in again."""
         if self.background.number == request.number:
-            self.background.collect(wait=True)
+            self.background.abandon()
         self.requests = [other for other in self.requests if other is not request]
         self._observations.pop(request.number, None)
         self.scheduler.remove(request.number)
@@ -123,14 +125,18 @@ class StepLoop:
             request = by_number[number]
             request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
         started = time.perf_counter()
-        self._collect(wait=False)
+        self._collect(block=False)
         segments = self._segments(plan, by_number)
         segments = self._send_to_background(segments)
         if not segments:
+            self._idle = 0 if self.background.busy or plan.start or plan.preempt else self._idle + 1
             waited = time.perf_counter()
-            self._collect(wait=True)
+            self._collect(block=True)
             self.exposed_seconds += time.perf_counter() - waited
+            if self._idle >= MOST_IDLE:
+                self._end_standstill()
         else:
+            self._idle = 0
             try:
                 logits, ring_bytes = self._forward(segments, self._observe)
             except StepFault as fault:
@@ -146,6 +152,12 @@ class StepLoop:
             request.metrics.swap_bytes += request.full.moved_bytes
             self.remove(request)
         return finished
+
+    def _end_standstill(self) -> None:
+        """Fail a request rather than wait for ever: a scheduler that finds nothing to run is at fault, not the caller."""
+        self._idle = 0
+        request = self.requests[0]
+        request.fail(VeriCacheError("the scheduler finds nothing to run", cause=f"{len(self.requests)} requests are left"))
 
     def _segments(self, plan: StepPlan, by_number: dict[int, Request]) -> list[Segment[Request]]:
         """Rows of the step, side by side; a block that does not fit is cut, and asked for again later.
@@ -208,8 +220,8 @@ class StepLoop:
             return (request.full.moved_bytes - request.swapped_before) / rounds
         return float(request.full.tokens * sum(self.adapter.layers[index].token_bytes for index in request.full.offloaded))
 
-    def _collect(self, *, wait: bool) -> None:
-        verdict = self.background.collect(wait=wait)
+    def _collect(self, *, block: bool) -> None:
+        verdict = self.background.collect(block=block)
         if verdict is None:
             return
         request = verdict.segment.request
@@ -227,6 +239,8 @@ class StepLoop:
 
     def _ring_room(self) -> float:
         """Device bytes that the budget leaves for ring slots while every running request is at its greatest length."""
+        if self.scheduler.budget.device == float("inf"):
+            return float("inf")
         return self.scheduler.budget.device - sum(ticket.holds.device for ticket in self.scheduler.running)
 
     def _transient(self, request: Request) -> float:
@@ -240,7 +254,7 @@ class StepLoop:
     def _preempt(self, request: Request) -> None:
         """Take everything from a request that goes back to the queue; what it has committed it keeps, exactly."""
         if self.background.number == request.number:
-            self._collect(wait=True)
+            self._collect(block=True)
         request.metrics.preemptions += 1
         self._start_over(request)
 

@@ -29,10 +29,16 @@ class Ticket:
     ) -> None:
         self.request, self.number, self.arrival, self.priority = request, request.number, arrival, request.priority
         self._holds, self._transient = holds, transient
+        self._held: tuple[object, Bytes] | None = None
 
     @property
     def holds(self) -> Bytes:
-        return self._holds(self.request)
+        # Asked for several times a step, and the answer changes only when a prefix is compressed, folded or dropped.
+        draft = self.request.draft
+        state = (id(self.request.full), None if draft is None else (id(draft), draft.prefix_tokens))
+        if self._held is None or self._held[0] != state:
+            self._held = (state, self._holds(self.request))
+        return self._held[1]
 
     @property
     def transient(self) -> float:
