@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 from vericache_conform.case import Case
 from vericache_conform.catalogue import find_check, select
@@ -26,6 +27,18 @@ def test_a_sample_of_the_contract(name: str) -> None:
     settings = Settings(declared={name: expectations_of(subject).declared})
     results = [execute(check, subject, settings) for check in select(["static", "contract"]) if check.id in QUICK]
     assert [f"{r.check}: {r.message}" for r in results if r.bad or (r.outcome == "skip" and not r.declared)] == []
+
+
+@pytest.mark.skipif("snapkv" not in SHIPPED, reason="needs snapkv")
+def test_payloads_are_judged_alike_whatever_the_thread_count() -> None:
+    """The process that rebuilds has one thread; the one that compares may have more, and torch splits products by it."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        result = execute(find_check("C-09"), resolve("snapkv"), Settings())
+    finally:
+        torch.set_num_threads(before)
+    assert result.outcome == "pass", result.message
 
 
 @pytest.mark.skipif(not COMPOSED, reason="needs both compressors")
