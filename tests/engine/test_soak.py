@@ -22,7 +22,7 @@ REQUESTS = 500
 @pytest.mark.slow
 @pytest.mark.parametrize("full_kv", ["host", "disk"])
 @pytest.mark.parametrize("scheduler", ["staggered", "lockstep"])
-def test_soak(full_kv: str, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak(full_kv: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(7)
     prompts = [[draw.randrange(1, 500) for _ in range(draw.choice((3, 20, 60, 130, 200)))] for _ in range(KINDS)]
     lengths = [draw.choice((2, 9, 30)) for _ in range(KINDS)]
