@@ -185,8 +185,8 @@ class StepLoop:
             if count > 0:
                 segments.append(Segment(request, want, first, count))
                 first += count
-        if slots and self.ring.nbytes + slots > room:
-            self.ring.trim()  # slots kept for reuse are of other sizes, perhaps
+        if self.ring.nbytes + slots > room:
+            self.ring.trim()  # slots are kept for reuse, and requests that came since may need the room
         return segments
 
     def _send_to_background(self, segments: list[Segment[Request]]) -> list[Segment[Request]]:
