@@ -115,8 +115,20 @@ def _parse(name: str, document: Mapping[str, Any], hint: str) -> Calibration:
 
 
 def prior_key(compressor: str, options: Mapping[str, Any]) -> str:
-    """Return the name under which a compressor with these options has its prior; their order does not matter."""
-    return f"{compressor} {json.dumps(dict(options), sort_keys=True, default=str)}"
+    """Return the name under which a compressor with these options has its prior.
+
+    Neither their order matters nor whether a number came as text, as from a command line.
+    """
+    return f"{compressor} {json.dumps({key: _number(value) for key, value in options.items()}, sort_keys=True, default=str)}"
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def processor_name() -> str:
