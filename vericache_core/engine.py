@@ -151,13 +151,11 @@ class Engine:
             lambda: measure(self.adapter, attend, self.config.swap_dir),
             lambda: fingerprint(self.adapter),
         )
-        scheduler = self.planner.scheduler()
-        self.planner.attach(scheduler)
         self.loop = StepLoop(
             self.adapter,
             attend,
             self._ring,
-            scheduler,
+            self.planner.scheduler,
             lambda request: self._full_kv(request.compressor, request.metrics.mode),
             self.planner.holds,
             self.config.fold,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vericache_core.cli import bench_throughput
+from vericache_core.cli.engine_args import setting_from_text
 from vericache_core.cli.output import note, print_table
 from vericache_core.config import EngineConfig
 from vericache_core.errors import UsageError
 from vericache_core.plugins.composed import is_composed, parts_of
-from vericache_core.plugins.fields import parse_pairs
 from vericache_core.plugins.registry import Registry, set_default_registry
 
 if TYPE_CHECKING:
@@ -146,16 +146,11 @@ def _settings(given: Sequence[str] | None, registry: Registry) -> list[Setting]:
     installed = set(registry.names())
     found = []
     for text in given or DEFAULTS:
-        name, _, options = text.partition(":")
+        name = text.partition(":")[0]
         parts = parts_of(name) if is_composed(name) else (name,)
         if given is None and not installed.issuperset(parts):
             continue
-        try:
-            pairs = parse_pairs(part for part in options.split(",") if part)
-        except ValueError as error:
-            raise UsageError(f"-c {text}: {error}", hint="write -c snapkv:keep=0.25,window=32") from None
-        registry.check_options(name, pairs)
-        found.append(Setting(name, pairs))
+        found.append(Setting(*setting_from_text(text, registry)))
     return found
 
 

@@ -17,6 +17,7 @@ from vericache_core.bench.throughput.peer import KINDS, PeerSystem, parse_peer
 from vericache_core.bench.throughput.rows import PLAIN
 from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
 from vericache_core.cli.bench_throughput_report import Report
+from vericache_core.cli.engine_args import setting_from_text
 from vericache_core.cli.output import note
 from vericache_core.config import EngineConfig, load_config
 from vericache_core.errors import UsageError
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     windows = list(dict.fromkeys(_window(text) for text in args.windows or ()))
     registry = Registry.from_env(no_plugins=args.no_plugins)
     set_default_registry(registry)
-    settings = [_setting(text, registry) for text in dict.fromkeys(args.compressors or COMPRESSORS)]
+    settings = [setting_from_text(text, registry) for text in dict.fromkeys(args.compressors or COMPRESSORS)]
     config = _config(args)
 
     from vericache_core.bench.throughput.contest import contest
@@ -179,16 +180,6 @@ def _window(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--window {text}: neither a positive number nor auto")
     return int(text)
-
-
-def _setting(text: str, registry: Registry) -> tuple[str, dict[str, Any]]:
-    name, _, options = text.partition(":")
-    try:
-        pairs = parse_pairs(part for part in options.split(",") if part)
-    except ValueError as error:
-        raise UsageError(f"-c {text}: {error}", hint="write -c snapkv:keep=0.25,window=32") from None
-    registry.check_options(name, pairs)
-    return name, pairs
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:

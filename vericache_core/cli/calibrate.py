@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args, setting_from_text
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.errors import UsageError
-from vericache_core.plugins.fields import parse_pairs
 
 if TYPE_CHECKING:
     from vericache_core.runtime.calibration import Calibration
@@ -39,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--context and --new-tokens: expected at least 2")
     config = config_from_args(args)
     registry = registry_from_args(args, config)
-    wanted = [_parse(text) for text in args.acceptance or ()]
-    for name, options in wanted:
-        registry.check_options(name, options)
+    wanted = [setting_from_text(text, registry, "--acceptance") for text in args.acceptance or ()]
 
     from vericache_core.config import replace
     from vericache_core.engine import Engine
@@ -80,14 +77,6 @@ def _acceptance(engine: Any, context: int, new_tokens: int) -> Prior:
         for drafted, accepted in zip(output.metrics.drafted_per_round, output.metrics.accepted_per_round, strict=True):
             estimate.observe(drafted, accepted)
     return Prior(min(0.999, max(0.001, estimate.mean)), min(WORTH, estimate.agreed + estimate.differed))
-
-
-def _parse(text: str) -> tuple[str, dict[str, str]]:
-    name, _, options = text.partition(":")
-    try:
-        return name, parse_pairs(part for part in options.split(",") if part)
-    except ValueError as error:
-        raise UsageError(f"--acceptance {text}: {error}", hint="write --acceptance snapkv:keep=0.25") from None
 
 
 def _show(made: Calibration, file: str, *, json: bool) -> None:

@@ -71,6 +71,17 @@ def resolve_from_args(args: argparse.Namespace) -> ResolvedConfig:
     return resolved
 
 
+def setting_from_text(text: str, registry: Registry, flag: str = "-c") -> tuple[str, dict[str, str]]:
+    """Return name and checked options of a compressor written as ``NAME[:KEY=VALUE,...]``; errors name ``flag``."""
+    name, _, options = text.partition(":")
+    try:
+        pairs = parse_pairs(part for part in options.split(",") if part)
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {error}", hint=f"write {flag} snapkv:keep=0.25,window=32") from None
+    registry.check_options(name, pairs)
+    return name, pairs
+
+
 def config_from_args(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that a parsed command line asks for; conflicts are reported as ConfigError."""
     return resolve_from_args(args).config

@@ -123,7 +123,7 @@ class StepLoop:
             self._preempt(by_number[number])
         for number in plan.start:
             request = by_number[number]
-            request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
+            request.full.make_room(request.greatest_length)
         started = time.perf_counter()
         self._collect(block=False)
         segments = self._segments(plan, by_number)
@@ -247,9 +247,8 @@ class StepLoop:
         """Device bytes of the ring slots that a step of this request takes."""
         if not request.full.offloaded:
             return 0.0
-        tokens = len(request.tokens) + request.params.max_new_tokens - len(request.generated)
         largest = max(self.adapter.layers[index].token_bytes for index in request.full.offloaded)
-        return float(self.ring.layers * largest * ring_rows(tokens))
+        return float(self.ring.layers * largest * ring_rows(request.greatest_length))
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a request that goes back to the queue; what it has committed it keeps, exactly."""
@@ -443,7 +442,7 @@ class StepLoop:
         request.metrics.degraded.append(f"full KV recomputed: {error}")
         self._start_over(request)
         if not request.finished:
-            request.full.make_room(len(request.tokens) + request.params.max_new_tokens - len(request.generated))
+            request.full.make_room(request.greatest_length)
 
     def _start_over(self, request: Request) -> None:
         """Drop both caches; the tokens stay, and a prefill computes their rows again."""

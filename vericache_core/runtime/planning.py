@@ -46,6 +46,8 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             self._pricer, priors = RoundPricer(found.costs), dict(found.priors)
         self.book = PriorBook(priors)
+        self.scheduler = self._make_scheduler()
+        self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
     @property
     def pricer(self) -> RoundPricer:
@@ -59,7 +61,7 @@ class Planner:
         """Whether anything is to be chosen by cost."""
         return "auto" in (self.config.window, self.config.mode)
 
-    def scheduler(self) -> Scheduler:
+    def _make_scheduler(self) -> Scheduler:
         """The scheduler that the configuration asks for.
 
         ``auto`` is lock-step unless full KV may be swapped: with nothing to hide behind drafts, verifies are
@@ -94,15 +96,14 @@ class Planner:
                 self.book.prior(self._key(compressor)).hazard,
                 new_tokens,
             )
-            lockstep = not isinstance(self._scheduler, StaggeredScheduler)
             mix = best_mix(
                 self.pricer.costs,
                 demand,
                 requests,
                 float(self.config.device_budget or UNBOUNDED),
-                lockstep=lockstep,
+                lockstep=self._lockstep,
                 windows=WINDOWS if self.config.window == "auto" else (0, self.config.window),
-                margin=LOCKSTEP_MARGIN if lockstep else SWAP_MARGIN,
+                margin=LOCKSTEP_MARGIN if self._lockstep else SWAP_MARGIN,
             )
             return mix.mode(0)
         return "pinned" if self.config.mode == "pinned" or self.config.full_kv == "device" else "offloaded"
@@ -123,20 +124,14 @@ class Planner:
             if request.full.offloaded:
                 swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
             tier = "host" if self.config.full_kv == "device" else self.config.full_kv
-            lockstep = not isinstance(self._scheduler, StaggeredScheduler)
-            return self.pricer.prices(Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, lockstep))
+            return self.pricer.prices(Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, self._lockstep))
 
         return Pace(controller, prices, self.book, key)
-
-    def attach(self, scheduler: Scheduler) -> None:
-        """Say which scheduler runs: prices depend on how steps are shared."""
-        self._scheduler = scheduler
 
     def holds(self, request: Request) -> Bytes:
         """Bytes of ``request`` at its greatest length: an estimate until its prefix is compressed, then a measurement."""
         rest = request.params.max_new_tokens - len(request.generated)
-        tokens = len(request.tokens) + rest
-        full = float((tokens + PAGE) * self._token_bytes)
+        full = float((request.greatest_length + PAGE) * self._token_bytes)
         draft = 0.0
         metrics = request.metrics
         if request.draft is not None:

@@ -98,6 +98,11 @@ class Request:
         return self.output.token_ids
 
     @property
+    def greatest_length(self) -> int:
+        """Tokens when it has generated all that it may."""
+        return len(self.tokens) + self.params.max_new_tokens - len(self.generated)
+
+    @property
     def most_drafts(self) -> int:
         """Tokens worth drafting before a verify: no more than can still be committed with a bonus."""
         return max(0, self.params.max_new_tokens - len(self.generated) - 1)

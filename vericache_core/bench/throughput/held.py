@@ -127,13 +127,9 @@ class HeldEngine(Engine):
             while not done():
                 self.loop.step()
         finally:
-            self._hold(request)
+            self.loop.release(request)
         if request.error is not None:
             raise request.error
-
-    def _hold(self, request: Request) -> None:
-        """Take a request out of the loop without closing it; ``loop.add`` puts it back."""
-        self.loop.release(request)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """Decode held requests to their ends.
