@@ -105,9 +105,11 @@ class SwapRing:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if a slot is both free and in use."""
-        free = {extent.keys.data_ptr() for extent in self._free}
-        busy = [extent.keys.data_ptr() for extent in self._busy.values()]
-        assert len(free) == len(self._free), "a slot is free twice"
+        with self._lock:
+            held = [extent.keys.data_ptr() for extent in self._free]
+            busy = [extent.keys.data_ptr() for extent in self._busy.values()]
+        free = set(held)
+        assert len(free) == len(held), "a slot is free twice"
         assert len(set(busy)) == len(busy), "a slot is in use twice"
         assert not free & set(busy), "a slot is free and in use"
 
