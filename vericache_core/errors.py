@@ -90,5 +90,21 @@ class SwapError(VeriCacheError):
     """Full KV could not be written to or read back from its tier."""
 
 
+class StoreError(VeriCacheError):
+    """A prefix store could not do what was asked; the caller goes on without it."""
+
+
+class StoreTimeout(StoreError):
+    """A prefix store did not answer before the deadline; a late answer is discarded."""
+
+
+class StoreFull(StoreError):
+    """A prefix store has no room for a blob, even after evicting what it may."""
+
+
+class RemoteError(VeriCacheError):
+    """The other side of a link refused, broke off or answered with something that makes no sense."""
+
+
 class NonFiniteError(VeriCacheError):
     """The model produced NaN (or only -inf) where a token had to be chosen."""

@@ -1,0 +1,1 @@
+"""Prefix stores: where the KV of prompts outlives the request that computed it."""
