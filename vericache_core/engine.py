@@ -30,8 +30,9 @@ from vericache_core.plugins.registry import Registry, default_registry
 from vericache_core.runtime.backend import choose_attention, set_threads
 from vericache_core.runtime.background import is_safe
 from vericache_core.runtime.choose import TokenChooser
+from vericache_core.runtime.compress import uncompressed_layers
 from vericache_core.runtime.detokenize import TextDecoder
-from vericache_core.runtime.loop import StepLoop, uncompressed_layers
+from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.measure import fingerprint, measure
 from vericache_core.runtime.metrics import RequestMetrics
 from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
@@ -162,8 +163,8 @@ class Engine:
             self.config.on_compressor_error,
             self.config.on_swap_error,
             None if tokenizer is None else self._encode,
+            lambda: is_safe(self.attention),
         )
-        self.loop.overlaps = lambda: is_safe(self.attention)
         if self.config.compressor is not None:
             if self.planner.chooses:
                 _ = self.planner.pricer  # measured now, while nothing else runs

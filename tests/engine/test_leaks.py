@@ -73,7 +73,7 @@ def test_a_hundred_sessions_leave_nothing_behind(tier: str, caplog: pytest.LogCa
         caplog.clear()
     assert (live_bytes(), descriptors(), threading.active_count()) == before
     assert not ours.loop.requests
-    assert not ours.loop._observations
+    assert not ours.loop.compression.observed
     assert ours.loop.ring.nbytes == 0
     ours.close()
 

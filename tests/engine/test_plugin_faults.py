@@ -45,7 +45,7 @@ def test_a_fault_drops_its_request_to_plain_decoding(
     assert len(found.metrics.degraded) == 1
     assert "faulty" in caplog.text
     assert "decoding plainly" in caplog.text
-    assert not ours.loop._observations
+    assert not ours.loop.compression.observed
 
 
 @pytest.mark.parametrize("fault", SILENT)

@@ -115,7 +115,7 @@ def test_closing_a_stream_gives_everything_back(steps: int) -> None:
     assert tuple(rest) == free_text().token_ids[-len(rest) :]
     assert ours.loop.requests == []
     assert ours.loop.ring.nbytes == 0
-    assert not ours.loop._observations
+    assert not ours.loop.compression.observed
 
 
 def test_a_stream_that_was_never_started_costs_nothing() -> None:

@@ -22,8 +22,8 @@ from vericache_core.errors import ConfigError
 from vericache_core.kv import CompressedKV, LayerDescriptor, PrefixView, StoredLayer
 from vericache_core.model.prompts import ending_ids
 from vericache_core.runtime.choose import TokenChooser
+from vericache_core.runtime.compress import uncompressed_layers
 from vericache_core.runtime.detokenize import TextDecoder
-from vericache_core.runtime.loop import uncompressed_layers
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.sampling_params import SamplingParams

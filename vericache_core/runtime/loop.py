@@ -1,4 +1,4 @@
-"""The step loop: pack wants into a step, run it, hand rows back, compress and fold in between.
+"""The step loop: pack wants into a step, run it, hand rows back.
 
 All decisions here concern speed. Tokens come from :meth:`Request.take_rows` alone, which reads nothing
 but logits that the full KV produced.
@@ -7,32 +7,24 @@ but logits that the full KV produced.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from vericache_core.cache.draft import DraftKV
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing, ring_rows
-from vericache_core.compressor import Compressor, TokenDropCompressor
-from vericache_core.context import CompressContext, ScoreObserver
-from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
-from vericache_core.kv import PrefixView
+from vericache_core.errors import SwapError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.background import BackgroundVerify
-from vericache_core.runtime.observe import Observations
-from vericache_core.runtime.request import Request, Want, describe
+from vericache_core.runtime.compress import Compression, PluginFailure
+from vericache_core.runtime.recover import Recovery
+from vericache_core.runtime.request import Request
 from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.ticket import Ticket
-from vericache_core.runtime.tile import AttendFunction, StepFault, TileAttention
+from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, TileAttention
 
-log = logging.getLogger("vericache.runtime")
-MAX_RECOVERIES = 3
-"""Times a request's full KV is recomputed after swap failures before the request fails."""
 MOST_IDLE = 1000
 """Plans in a row that may hold nothing to run, and nothing to wait for."""
 
@@ -51,6 +43,7 @@ class StepLoop:
         on_compressor_error: ``"plain"`` or ``"fail"``.
         on_swap_error: ``"recompute"`` or ``"fail"``.
         encode: text -> token ids, for compressors that need it.
+        overlaps: whether two steps may run at the same time, asked before a verify goes to the background.
     """
 
     def __init__(
@@ -65,18 +58,18 @@ class StepLoop:
         on_compressor_error: str = "plain",
         on_swap_error: str = "recompute",
         encode: Callable[[str], list[int]] | None = None,
+        overlaps: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.adapter, self.ring, self._attend, self._make_full, self._fold = adapter, ring, attend, make_full, fold
-        self.scheduler, self._holds = scheduler, holds
-        self._on_compressor_error, self._on_swap_error, self._encode = on_compressor_error, on_swap_error, encode
+        self.adapter, self.ring, self._attend = adapter, ring, attend
+        self.scheduler, self._holds, self._overlaps = scheduler, holds, overlaps
+        self.compression = Compression(adapter, fold, encode, self._forward)
+        self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
         self.requests: list[Request] = []
         self.peak_device_kv_bytes = 0
         self.steps = 0
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
         self._foreground, self._step_seconds, self._idle = True, float("inf"), 0
-        self.overlaps: Callable[[], bool] = lambda: True
-        self._observations: dict[int, Observations] = {}
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs as soon as the scheduler lets it.
@@ -86,8 +79,7 @@ class StepLoop:
         """
         ticket = Ticket(request, time.monotonic(), self._holds, self._transient)
         self.scheduler.submit(ticket)
-        if request.compressor is not None:
-            self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+        self.compression.expect(request)
         self.requests.append(request)
 
     def release(self, request: Request) -> None:
@@ -95,7 +87,7 @@ class StepLoop:
         if self.background.number == request.number:
             self.background.abandon()
         self.requests = [other for other in self.requests if other is not request]
-        self._observations.pop(request.number, None)
+        self.compression.forget(request.number)
         self.scheduler.remove(request.number)
 
     def remove(self, request: Request) -> None:
@@ -138,9 +130,9 @@ class StepLoop:
         else:
             self._idle = 0
             try:
-                logits, ring_bytes = self._forward(segments, self._observe)
+                logits, ring_bytes = self._forward(segments, self.compression.observe)
             except StepFault as fault:
-                self._recover(fault)
+                self.recovery.step_failed(fault)
                 plan = StepPlan(plan.start, plan.preempt, (), plan.streams)
             else:
                 self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
@@ -194,7 +186,7 @@ class StepLoop:
         if self.background.number is not None:
             # The link is taken: a second swap would only make both late.
             return _moved_up([segment for segment in segments if not self._swaps_long(segment)])
-        if len(segments) < 2 or not self.overlaps():
+        if len(segments) < 2 or not self._overlaps():
             return segments
         for segment in segments:
             if self._swaps_long(segment) and segment.count == len(segment.want.tokens):
@@ -205,7 +197,7 @@ class StepLoop:
         return segments
 
     def _verify_alone(self, segment: Segment[Request]) -> Tensor:
-        return self._forward([segment], self._observe)[0]
+        return self._forward([segment], self.compression.observe)[0]
 
     def _swaps_long(self, segment: Segment[Request]) -> bool:
         full = segment.request.full
@@ -229,7 +221,7 @@ class StepLoop:
             return
         if verdict.logits is None:
             assert verdict.fault is not None
-            self._recover(verdict.fault)
+            self.recovery.step_failed(verdict.fault)
             return
         self._foreground = False
         try:
@@ -255,11 +247,9 @@ class StepLoop:
         if self.background.number == request.number:
             self._collect(block=True)
         request.metrics.preemptions += 1
-        self._start_over(request)
+        self.recovery.start_over(request)
 
-    def _forward(
-        self, segments: Sequence[Segment[Request]], observe: Callable[[Segment[Request], int, Tensor, Tensor], None]
-    ) -> tuple[Tensor, int]:
+    def _forward(self, segments: Sequence[Segment[Request]], observe: Observer) -> tuple[Tensor, int]:
         """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
         tokens = [token for segment in segments for token in segment.want.tokens[: segment.count]]
         positions = [segment.want.position + i for segment in segments for i in range(segment.count)]
@@ -317,147 +307,10 @@ class StepLoop:
             request.draft.accept(kept)
         if request.finished:
             return
-        if request.draft is not None:
-            self._fold_tail(request)
-        elif request.compressor is not None and request.full.tokens >= request.compress_at:
-            self._compress(request)
-
-    def _observe(self, segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
-        seen = self._observations.get(segment.request.number)
-        if seen is None or segment.request.draft is not None:
-            return
-        everything = None
-        if seen.needs.attention_mass:
-            past = segment.request.full.read(layer, 0, segment.want.position)[0]
-            everything = torch.cat([past, keys.transpose(0, 1)], 1)
-        seen.add(self.adapter.layers[layer], segment.want.position, queries, everything)
-
-    # -- compression ---------------------------------------------------------------------------------
-
-    def _compress(self, request: Request) -> None:
-        compressor, seen = request.compressor, self._observations.pop(request.number)
-        assert compressor is not None
-        started = time.perf_counter()
-        # What was asked when the request came in: a compressor that changes its mind must not move layers about.
-        supported = [layer.index for layer in self.adapter.layers if layer.index not in request.full.pinned]
         try:
-            context = self._context(request, seen)
-            prefix = self._prefix(request, supported)
-            compressed = compressor.compress(prefix, context)
-            request.metrics.compressed_kv_bytes = compressed.nbytes
-            request.draft = DraftKV.build(request.full, compressed, supported)
-            request.swapped_before = request.full.moved_bytes
-        except Exception as error:  # noqa: BLE001 (whatever a plugin raises costs speed, never tokens)
-            self._compressor_failed(request, "compress", error)
-            return
-        finally:
-            request.metrics.add_seconds("compress", time.perf_counter() - started)
-        per_token = sum(self.adapter.layers[index].token_bytes for index in supported)
-        request.metrics.compressed_from_bytes = per_token * request.full.tokens
-
-    def _fold_tail(self, request: Request) -> None:
-        draft, compressor = request.draft, request.compressor
-        assert draft is not None
-        assert compressor is not None
-        if not self._fold or draft.tail < self._fold or request.drafts:
-            return
-        if not draft.has_codes and getattr(type(compressor), "extend", None) is TokenDropCompressor.extend:
-            return  # the base keeps every tail row as it is, which is what the pages hold already
-        started = time.perf_counter()
-        try:
-            extended = compressor.extend(draft.current(), draft.tail_view(), CompressContext(seed=request.params.seed))
-            if not draft.fold(extended):
-                request.draft = DraftKV.build(request.full, extended, draft.compressed_layers())
-        except Exception as error:  # noqa: BLE001 (as in _compress)
-            self._compressor_failed(request, "extend", error)
-        finally:
-            request.metrics.add_seconds("compress", time.perf_counter() - started)
-
-    def _prefix(self, request: Request, supported: Sequence[int]) -> PrefixView:
-        def read(layer: int) -> tuple[Tensor, Tensor]:
-            if layer not in supported:
-                raise CompressorFault(f"layer {layer} stays uncompressed and cannot be read")
-            return request.full.read(layer, 0, request.full.tokens)
-
-        return PrefixView(self.adapter.layers, request.tokens[: request.full.tokens], read)
-
-    def _context(self, request: Request, seen: Observations) -> CompressContext:
-        return CompressContext(
-            seed=request.params.seed,
-            protected=request.protected,
-            query_reader=seen.queries if seen.needs.queries else None,
-            mass_reader=seen.mass if seen.needs.attention_mass else None,
-            score_runner=(lambda ids, observer: self._score(request, ids, observer)) if seen.needs.scoring else None,
-            encoder=self._encode,
-            model_reader=(lambda: self.adapter.model) if seen.needs.model else None,
-        )
-
-    def _score(self, request: Request, token_ids: Sequence[int], observer: ScoreObserver) -> None:
-        """Run ``token_ids`` after the prefix, show their queries and keys, take their rows back."""
-
-        def show(_segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
-            observer(layer, queries.transpose(0, 1).clone(), keys.transpose(0, 1).clone())
-
-        before = request.full.tokens
-        try:
-            for start in range(0, len(token_ids), self.adapter.most_rows):
-                block = tuple(token_ids[start : start + self.adapter.most_rows])
-                want = Want("prefill", (*block, 0), request.full.tokens)  # one token more than runs: no logits wanted
-                self._forward([Segment(request, want, 0, len(block))], show)
-                request.full.advance(len(block), keep_window=True)
-        finally:
-            request.full.rollback(request.full.tokens - before)
-
-    def _compressor_failed(self, request: Request, where: str, error: Exception) -> None:
-        name = request.metrics.compressor
-        cause = describe(error.error if isinstance(error, StepFault) else error)
-        if isinstance(error, StepFault) and isinstance(error.error, SwapError):
-            self._recover(error)
-            return
-        if isinstance(error, SwapError):
-            self._recover(StepFault(request, error))
-            return
-        request.forget_draft()
-        request.compressor = None
-        if self._on_compressor_error == "fail":
-            request.fail(CompressorFault(f"compressor {name!r} failed in {where}", cause=cause))
-            return
-        log.warning("request %d: compressor %r failed in %s (%s); decoding plainly", request.number, name, where, cause)
-        request.metrics.degraded.append(f"compressor failed in {where}: {cause}")
-
-    # -- faults --------------------------------------------------------------------------------------
-
-    def _recover(self, fault: StepFault) -> None:
-        """Nothing of a failed step counts; the request at fault is degraded, the others just run again."""
-        request, error = fault.request, fault.error
-        if isinstance(error, CompressorFault):
-            self._compressor_failed(request, "attend", error)
-            return
-        if self._on_swap_error == "fail" or request.recoveries >= MAX_RECOVERIES:
-            request.fail(error)
-            return
-        request.recoveries += 1
-        # As text: a handler that keeps its records would keep the traceback, and with it the tensors of its frames.
-        log.warning("request %d: %s; recomputing its full KV", request.number, str(error))
-        request.metrics.degraded.append(f"full KV recomputed: {error}")
-        self._start_over(request)
-        if not request.finished:
-            request.full.make_room(request.greatest_length)
-
-    def _start_over(self, request: Request) -> None:
-        """Drop both caches; the tokens stay, and a prefill computes their rows again."""
-        request.metrics.swap_bytes += request.full.moved_bytes
-        request.forget_draft()
-        request.full.close()
-        request.link_counted = (0.0, 0.0)
-        try:
-            request.full = self._make_full(request)
-        except VeriCacheError as again:
-            request.fail(again)
-            return
-        request.compress_at = len(request.tokens)  # the newest token is recomputed too: one prefill to the end
-        if request.compressor is not None:
-            self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+            self.compression.update(request)
+        except PluginFailure as failure:
+            self.recovery.compressor_failed(request, failure.where, failure.error)
 
 
 def _moved_up(segments: Sequence[Segment[Request]]) -> list[Segment[Request]]:
@@ -468,12 +321,3 @@ def _moved_up(segments: Sequence[Segment[Request]]) -> list[Segment[Request]]:
         placed.append(Segment(segment.request, segment.want, first, segment.count))
         first += segment.count
     return placed
-
-
-def uncompressed_layers(adapter: ModelAdapter, compressor: Compressor | None) -> set[int]:
-    """Layers that stay exact on the device: sliding windows, and those the compressor declines."""
-    return {
-        layer.index
-        for layer in adapter.layers
-        if layer.kind == "sliding" or (compressor is not None and not compressor.supports(layer))
-    }
