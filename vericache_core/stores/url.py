@@ -1,0 +1,114 @@
+"""Store URLs: which backend, where, and how it is used.
+
+``file:///folder?bytes=10GB&chunk=256&timeout=2``: the scheme chooses the backend; ``chunk`` and ``timeout`` mean the
+same for all of them; what else follows the question mark is the backend's own and must be known to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from vericache_core.errors import ConfigError
+from vericache_core.stores.blobs import BlobStore
+
+DEFAULT_CHUNK = 256
+DEFAULT_TIMEOUT = 2.0
+PAGE_ROWS = 128
+"""Rows of a page of KV, see :mod:`vericache_core.cache.pages`, which this module does not import for torch's sake."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Opener = Callable[[SplitResult, Mapping[str, Any]], BlobStore]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A backend: where its opener is, imported when first asked for, and the options that it takes.
+
+    The opener gets the split URL and the options; ``bytes`` comes as an int, others as they are written.
+    """
+
+    opener: str
+    options: frozenset[str]
+
+
+SCHEMES: dict[str, Scheme] = {
+    "file": Scheme("vericache_core.stores.disk:from_url", frozenset({"bytes", "map"})),
+    "shm": Scheme("vericache_core.stores.memory:from_url", frozenset({"bytes"})),
+}
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """A backend and how to use it: ``chunk`` tokens a blob, at most ``timeout`` seconds for a prefix."""
+
+    blobs: BlobStore
+    chunk: int
+    timeout: float
+
+
+def open_store(url: str) -> OpenedStore:
+    """The store that ``url`` names. Nothing is connected to or written yet.
+
+    Raises:
+        ConfigError: unknown scheme or option, or a bad value.
+        MissingDependencyError: the backend needs a package that is not installed.
+    """
+    parts = urlsplit(url)
+    scheme = SCHEMES.get(parts.scheme)
+    if scheme is None:
+        known = ", ".join(sorted(SCHEMES))
+        raise ConfigError(f"prefix store {shown(url)!r}: unknown scheme {parts.scheme!r}", hint=f"one of {known}")
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        raise ConfigError(f"prefix store {shown(url)!r}: options are written NAME=VALUE", cause=str(error)) from error
+    options: dict[str, Any] = dict(pairs)
+    unknown = sorted(options.keys() - scheme.options - {"chunk", "timeout"})
+    if unknown or len(options) != len(pairs):
+        what = f"unknown option {unknown[0]!r}" if unknown else "an option is given twice"
+        known = ", ".join(sorted(scheme.options | {"chunk", "timeout"}))
+        raise ConfigError(f"prefix store {shown(url)!r}: {what}", hint=f"known: {known}")
+    chunk = _chunk(options.pop("chunk", None))
+    timeout = _timeout(options.pop("timeout", None))
+    if "bytes" in options:
+        options["bytes"] = parse_bytes(options["bytes"])
+    module, _, name = scheme.opener.partition(":")
+    opener: Opener = getattr(importlib.import_module(module), name)
+    return OpenedStore(opener(parts, options), chunk, timeout)
+
+
+def shown(url: str) -> str:
+    """``url`` as it may be shown: without a user name and a password."""
+    return re.sub(r"(?<=//)[^/@?#]*@", "***@", url)
+
+
+def parse_bytes(text: str) -> int:
+    """``10GB``, ``512MiB`` or ``1000000`` as bytes; GB counts in thousands, GiB in 1024s."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if match is None or not float(match[1]) > 0:
+        raise ConfigError(f"bytes={text}: expected a size such as 10GB or 512MiB")
+    return math.ceil(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _chunk(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_CHUNK
+    if not text.isdecimal() or int(text) <= 0 or int(text) % PAGE_ROWS:
+        raise ConfigError(f"chunk={text}: expected a multiple of {PAGE_ROWS} tokens")
+    return int(text)
+
+
+def _timeout(text: str | None) -> float:
+    try:
+        seconds = DEFAULT_TIMEOUT if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"timeout={text}: expected seconds, more than 0")
+    return seconds
