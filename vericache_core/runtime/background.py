@@ -7,6 +7,7 @@ one link.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from vericache_core.runtime.tile import StepFault
 
 @dataclass(slots=True)
 class Verdict:
-    """What a background verify came to: logits ``[rows, vocab]``, or the fault that ended it."""
+    """What a background verify came to after ``seconds``: logits ``[rows, vocab]``, or the fault that ended it."""
 
     segment: Segment[Request]
     logits: Tensor | None
     fault: StepFault | None
+    seconds: float
 
 
 class BackgroundVerify:
@@ -33,7 +35,7 @@ class BackgroundVerify:
 
     def __init__(self) -> None:
         self._worker: ThreadPoolExecutor | None = None
-        self._running: tuple[Segment[Request], Future[Tensor]] | None = None
+        self._running: tuple[Segment[Request], Future[tuple[Tensor, float]]] | None = None
 
     @property
     def number(self) -> int | None:
@@ -50,7 +52,7 @@ class BackgroundVerify:
         assert self._running is None
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
-        self._running = (segment, self._worker.submit(run))
+        self._running = (segment, self._worker.submit(_timed, run))
 
     def collect(self, *, block: bool) -> Verdict | None:
         """What came of it, once; None while it runs, unless ``block``."""
@@ -59,9 +61,10 @@ class BackgroundVerify:
         segment, future = self._running
         self._running = None
         try:
-            return Verdict(segment, future.result(), None)
+            logits, seconds = future.result()
+            return Verdict(segment, logits, None, seconds)
         except StepFault as fault:
-            return Verdict(segment, None, fault)
+            return Verdict(segment, None, fault, 0.0)
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it, however it ended: nobody wants the answer any more."""
@@ -75,6 +78,11 @@ class BackgroundVerify:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
             self._worker = None
+
+
+def _timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    started = time.perf_counter()
+    return run(), time.perf_counter() - started
 
 
 def is_safe(attention: str) -> bool:

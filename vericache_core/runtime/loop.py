@@ -18,6 +18,7 @@ from vericache_core.errors import SwapError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.background import BackgroundVerify
 from vericache_core.runtime.compress import Compression, PluginFailure
+from vericache_core.runtime.observer import LoopObserver
 from vericache_core.runtime.recover import Recovery
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
@@ -70,6 +71,7 @@ class StepLoop:
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
         self._foreground, self._step_seconds, self._idle = True, float("inf"), 0
+        self.observer = LoopObserver()
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs as soon as the scheduler lets it.
@@ -96,6 +98,7 @@ class StepLoop:
         request.close()
         if not self.requests:
             self.ring.trim()
+        self.observer.removed(self)
 
     @property
     def queued(self) -> int:
@@ -138,6 +141,7 @@ class StepLoop:
                 self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
         self._step_seconds = time.perf_counter() - started
         self.scheduler.done(plan, self._step_seconds)
+        self.observer.stepped(self)
         finished = [request for request in self.requests if request.finished]
         for request in finished:
             request.metrics.new_tokens = len(request.generated)
@@ -225,7 +229,7 @@ class StepLoop:
             return
         self._foreground = False
         try:
-            self._hand_out([verdict.segment], verdict.logits, 0.0, self.ring.nbytes)
+            self._hand_out([verdict.segment], verdict.logits, verdict.seconds, self.ring.nbytes)
         finally:
             self._foreground = True
 

@@ -48,7 +48,8 @@ class Recovery:
             return
         request.recoveries += 1
         # As text: a handler that keeps its records would keep the traceback, and with it the tensors of its frames.
-        log.warning("request %d: %s; recomputing its full KV", request.number, str(error))
+        text = "request %d: %s; recomputing its full KV"
+        log.warning(text, request.number, str(error), extra={"request": request.number})
         request.metrics.degraded.append(f"full KV recomputed: {error}")
         self.start_over(request)
         if not request.finished:
@@ -69,7 +70,8 @@ class Recovery:
         if self._on_compressor_error == "fail":
             request.fail(CompressorFault(f"compressor {name!r} failed in {where}", cause=cause))
             return
-        log.warning("request %d: compressor %r failed in %s (%s); decoding plainly", request.number, name, where, cause)
+        text = "request %d: compressor %r failed in %s (%s); decoding plainly"
+        log.warning(text, request.number, name, where, cause, extra={"request": request.number})
         request.metrics.degraded.append(f"compressor failed in {where}: {cause}")
 
     def start_over(self, request: Request) -> None:

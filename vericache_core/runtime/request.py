@@ -19,7 +19,7 @@ from vericache_core.cache.full import FullKV
 from vericache_core.compressor import Compressor
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.choose import Choice, TokenChooser
-from vericache_core.runtime.metrics import RequestMetrics
+from vericache_core.runtime.metrics import NEAR_TIE, RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import Proposer
@@ -201,6 +201,7 @@ class Request:
     def commit(self, choice: Choice, logits: Tensor) -> None:
         """Append one decided token."""
         self.output.commit(choice)
+        self.metrics.near_ties += choice.margin < NEAR_TIE
         self.tokens.append(choice.token)
         if self.logits is not None:
             self.logits.append(logits.detach().to("cpu", copy=True))

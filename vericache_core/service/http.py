@@ -1,0 +1,141 @@
+"""The small HTTP side of a service: ``/metrics``, ``/healthz`` and ``/readyz``."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Final, Literal
+
+from vericache_core.errors import ConfigError, UsageError
+from vericache_core.service.metrics import Metrics
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+State = Literal["loading", "ready", "draining", "failed"]
+PATIENCE: Final = 10.0
+"""Seconds that a connection may stay silent."""
+
+
+class Service:
+    """Answers on its own threads from ``with`` (or :meth:`start`) to the end of it (or :meth:`close`).
+
+    ``/healthz`` is 200 unless the state is ``failed``: a process that drains or loads must not be restarted.
+    ``/readyz`` is 200 in the state ``ready`` and 503 in any other, with the state as its text. ``/metrics`` is 404
+    without ``metrics``.
+
+    Args:
+        host, port: to listen on; port 0 takes a free one.
+        metrics: to show.
+
+    Attributes:
+        state: begins as ``loading``; the service sets ``ready``, `draining` sets ``draining``.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, metrics: Metrics | None = None) -> None:
+        self.metrics = metrics
+        self.state: State = "loading"
+        self._thread: threading.Thread | None = None
+        try:
+            self._server = _Server((host, port), self)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port}", cause=str(error), hint="another port, or 0 for any") from error
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        host, port = self._server.server_address[:2]
+        return str(host), int(port)
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="vericache-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._thread = None
+        self._server.server_close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def answer(self, path: str, accept: str) -> tuple[int, bytes, str]:
+        """Status, body and content type of a request for ``path``."""
+        text, state = "text/plain; charset=utf-8", self.state
+        if path == "/healthz":
+            return (503 if state == "failed" else 200), state.encode(), text
+        if path == "/readyz":
+            return (200 if state == "ready" else 503), state.encode(), text
+        if path == "/metrics" and self.metrics is not None:
+            return 200, *self.metrics.render(accept)
+        return 404, b"not found", text
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], service: Service) -> None:
+        self.service = service
+        self.address_family = _family(address[0])
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        status, content, kind = self.server.service.answer(path, self.headers.get("Accept") or "")
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def version_string(self) -> str:
+        return "vericache"
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Probes and scrapes come every few seconds: they are not logged."""
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPV6]:PORT``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise UsageError(f"{text!r}: an IPv6 address goes in brackets", hint="[::1]:9431")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"expected HOST:PORT, got {text!r}", hint="0.0.0.0:9431")
+    return host, int(port)
+
+
+def _family(host: str) -> int:
+    import socket
+
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
