@@ -79,10 +79,21 @@ class StepLoop:
         Raises:
             ConfigError, QueueFull: the scheduler refuses it.
         """
-        ticket = Ticket(request, time.monotonic(), self._holds, self._transient)
-        self.scheduler.submit(ticket)
+        self.scheduler.submit(self.ticket(request))
         self.compression.expect(request)
         self.requests.append(request)
+
+    def ticket(self, request: Request) -> Ticket:
+        """``request`` as the scheduler would see it from now on."""
+        return Ticket(request, time.monotonic(), self._holds, self._transient)
+
+    def settle(self) -> None:
+        """Wait for what runs beside the steps, and take it in."""
+        flying = next((request for request in self.requests if request.number == self.background.number), None)
+        before = 0.0 if flying is None else flying.full.waited_seconds
+        self._collect(block=True)
+        if flying is not None:
+            self.exposed_seconds += max(0.0, flying.full.waited_seconds - before)
 
     def release(self, request: Request) -> None:
         """Let a request go with what it holds; :meth:`add` takes it in again."""
@@ -125,9 +136,7 @@ class StepLoop:
         segments = self._send_to_background(segments)
         if not segments:
             self._idle = 0 if self.background.busy or plan.start or plan.preempt else self._idle + 1
-            waited = time.perf_counter()
-            self._collect(block=True)
-            self.exposed_seconds += time.perf_counter() - waited
+            self.settle()
             if self._idle >= MOST_IDLE:
                 self._end_standstill()
         else:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from vericache_core.bench.runs import KeptKV
-from vericache_core.bench.throughput.held import Decoded, HeldEngine, Link
+from vericache_core.bench.throughput.held import HeldEngine, Link
 from vericache_core.bench.throughput.measured import Measured, Trace, Unavailable
-from vericache_core.bench.throughput.workloads import Prompt, Workload
-from vericache_core.cache.pages import PAGE, pages_for
+from vericache_core.bench.throughput.workloads import Workload
 from vericache_core.config import EngineConfig, replace
 from vericache_core.errors import ConfigError
 from vericache_core.plugins.registry import Registry
@@ -144,76 +143,65 @@ class EngineSystem:
         engine = self._engine
         assert engine is not None
         budget = self.shop.budget(workload)
-        tokens: list[list[int]] = []
-        waves: list[Decoded] = []
-        hidden: list[tuple[float, float]] = []
-        totals = {"swap_bytes": 0, "drafted": 0, "accepted": 0}
-        compress, notes, modes = 0.0, list[str](), list[str]()
-        waiting = list(workload.prompts)
-        while waiting:
-            requests = self._wave(engine, workload, waiting, budget)
-            try:
-                before = [request.full.moved_bytes + request.metrics.swap_bytes for request in requests]
-                waves.append(engine.draft_only(requests) if self.lossy else engine.decode(requests))
-                tokens += [[*request.generated, *(request.drafts if self.lossy else ())] for request in requests]
-                for request, moved in zip(requests, before, strict=True):
-                    metrics = request.metrics
-                    # A finished request has its bytes in its metrics, one that was stopped still in its cache.
-                    done = metrics.swap_bytes + (0 if request.finished else request.full.moved_bytes)
-                    totals["swap_bytes"] += done - moved
-                    totals["drafted"] += metrics.drafted
-                    totals["accepted"] += metrics.accepted
-                    compress += metrics.seconds.get("compress", 0.0)
-                    notes += metrics.degraded
-                    modes.append(metrics.mode)
-            finally:
-                for request in requests:
-                    engine.drop(request)
-            share = self._link.hidden_fraction()
-            if share is not None:
-                hidden.append((share, sum(end - start for start, end, _ in self._link.swaps)))
-        peak = max(wave.peak_device_bytes for wave in waves)
-        swap_seconds = sum(seconds for _, seconds in hidden)
-        if self.changes.get("mode") == "auto":
-            notes.append("modes: " + ", ".join(f"{count} {mode}" for mode, count in sorted(Counter(modes).items())))
-        if self.lossy:
-            notes.append("drafts without verify: the first token is the full KV's, all others the compressed KV's")
-        if len(waves) > 1:
-            notes.append(f"{len(waves)} waves, so that device KV stays below its cap")
-        return Measured(
-            tokens=tokens,
-            decoded=sum(wave.tokens for wave in waves),
-            decode_seconds=sum(wave.seconds for wave in waves),
-            prefill_seconds=sum(self.shop.prefill_seconds[prompt.token_ids] for prompt in workload.prompts),
-            compress_seconds=compress,
-            peak_device_kv_bytes=peak,
-            swap_seconds=swap_seconds,
-            swap_hidden_fraction=sum(share * seconds for share, seconds in hidden) / swap_seconds if hidden else None,
-            steps=sum(wave.steps for wave in waves),
-            within_budget=None if budget is None else peak <= budget,
-            notes=notes,
-            trace=_joined(waves),
-            **totals,
-        )
-
-    def _wave(self, engine: HeldEngine, workload: Workload, waiting: list[Prompt], budget: int | None) -> list[Request]:
-        """Take from ``waiting`` as many requests as fit below the cap together, but at least one."""
         sources, compressor = self.shop.sources(workload), self.changes.get("compressor")
+        company = len(workload.prompts)
         requests: list[Request] = []
+        before: dict[int, int] = {}
+
+        def begin(request: Request) -> None:
+            engine.begin(request, sources[tuple(request.tokens[: request.prompt_tokens])])
+            before[request.number] = request.full.moved_bytes + request.metrics.swap_bytes
+
         try:
-            while waiting:
-                prompt = waiting[0]
-                request = engine.start(prompt, workload.new_tokens, compressor, sources[prompt.token_ids])
-                requests.append(request)
-                if budget is not None and len(requests) > 1 and _need(engine, requests) > budget:
-                    engine.drop(requests.pop())
-                    break
-                waiting.pop(0)
-        except BaseException:
+            requests.extend(engine.build(prompt, workload.new_tokens, compressor, company) for prompt in workload.prompts)
+            if self.lossy:
+                self._check_room(engine, requests)
+                for request in requests:
+                    begin(request)
+                found = engine.draft_only(requests)
+            else:
+                found = engine.decode(requests, begin)
+            moved = 0
+            for request in requests:
+                # A finished request has its bytes in its metrics, one that was stopped still in its cache.
+                done = request.metrics.swap_bytes + (0 if request.finished else request.full.moved_bytes)
+                moved += done - before[request.number]
+            tokens = [[*request.generated, *(request.drafts if self.lossy else ())] for request in requests]
+        finally:
             for request in requests:
                 engine.drop(request)
-            raise
-        return requests
+        metrics = [request.metrics for request in requests]
+        notes = [note for each in metrics for note in each.degraded]
+        if self.changes.get("mode") == "auto":
+            counts = Counter(each.mode for each in metrics)
+            notes.append("modes: " + ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items())))
+        if self.lossy:
+            notes.append("drafts without verify: the first token is the full KV's, all others the compressed KV's")
+        most = _most_at_a_time(found.trace)
+        if not self.lossy and most < company:
+            notes.append(f"at most {most} requests at a time, so that device KV stays below its cap")
+        return Measured(
+            tokens=tokens,
+            decoded=found.tokens,
+            decode_seconds=found.seconds,
+            prefill_seconds=sum(self.shop.prefill_seconds[prompt.token_ids] for prompt in workload.prompts),
+            compress_seconds=sum(each.seconds.get("compress", 0.0) for each in metrics),
+            peak_device_kv_bytes=found.peak_device_bytes,
+            swap_bytes=moved,
+            swap_seconds=sum(end - start for start, end, _ in self._link.swaps),
+            swap_hidden_fraction=self._link.hidden_fraction(),
+            drafted=sum(each.drafted for each in metrics),
+            accepted=sum(each.accepted for each in metrics),
+            steps=found.steps,
+            within_budget=None if budget is None else found.peak_device_bytes <= budget,
+            notes=notes,
+            trace=found.trace,
+        )
+
+    def _check_room(self, engine: HeldEngine, requests: Sequence[Request]) -> None:
+        """Drafts that nobody verifies are not scheduled, so all requests must fit at once."""
+        if not all(engine.fits(request, requests[:number]) for number, request in enumerate(requests)):
+            raise Unavailable("lossy requests do not fit below the cap together")
 
     def release(self) -> None:
         """The engine stays: building one proves row invariance and may calibrate."""
@@ -224,29 +212,10 @@ class EngineSystem:
             self._engine = None
 
 
-def _need(engine: HeldEngine, requests: list[Request]) -> int:
-    """Most device bytes that the requests will hold: now, plus their tails in whole pages, plus one's ring slots."""
-    layers, need = engine.adapter.layers, 0
-    for request in requests:
-        need += request.device_bytes()
-        if request.draft is not None:
-            need += PAGE * pages_for(request.params.max_new_tokens) * sum(layers[i].token_bytes for i in request.full.offloaded)
-    slot = max(
-        (layers[i].token_bytes * (r.full.tokens + r.params.max_new_tokens) for r in requests for i in r.full.offloaded),
-        default=0,
-    )
-    return need + engine.config.ring_layers * slot
-
-
-def _joined(waves: list[Decoded]) -> Trace:
-    """Traces of waves one after the other; requests keep counting."""
-    joined, start, first = Trace(), 0.0, 0
-    for wave in waves:
-        trace = wave.trace
-        joined.phases.extend((a + start, b + start, number + first, phase) for a, b, number, phase in trace.phases)
-        joined.swaps.extend((a + start, b + start, number + first) for a, b, number in trace.swaps)
-        joined.windows.extend((at + start, number + first, d, a) for at, number, d, a in trace.windows)
-        joined.memory.extend((at + start, device, host, disk) for at, device, host, disk in trace.memory)
-        start += wave.seconds
-        first += 1 + max((number for _, _, number, _ in trace.phases), default=-1)
-    return joined
+def _most_at_a_time(trace: Trace) -> int:
+    """Most requests between their first step and their last."""
+    ends: dict[int, tuple[float, float]] = {}
+    for start, end, number, _ in trace.phases:
+        first, last = ends.get(number, (start, end))
+        ends[number] = min(first, start), max(last, end)
+    return max((sum(first <= at < last for first, last in ends.values()) for at, _ in ends.values()), default=0)

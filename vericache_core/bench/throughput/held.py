@@ -8,6 +8,7 @@ which history independence makes exact.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.errors import CompressorFault
 from vericache_core.plugins.registry import Registry
+from vericache_core.runtime.admission import held
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.runtime.segments import Segment
@@ -103,19 +105,22 @@ class HeldEngine(Engine):
             raise
         return full
 
-    def start(self, prompt: Prompt, new_tokens: int, compressor: str | None, source: FullKV | None) -> Request:
-        """A request that has its first token, and its compressed KV if it drafts; the loop does not know it."""
+    def build(self, prompt: Prompt, new_tokens: int, compressor: str | None, company: int) -> Request:
+        """A request, one of ``company``, that has computed nothing yet."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        request = self._request(list(prompt.token_ids), params, compressor, False)
+        return self._request(list(prompt.token_ids), params, compressor, False, company)
+
+    def begin(self, request: Request, source: FullKV | None) -> None:
+        """Prefill: it then has its first token, and its compressed KV if it drafts; the loop does not know it."""
         needs = None if request.compressor is None else request.compressor.needs
-        try:
-            if source is not None and not (needs is not None and needs.attention_mass):
-                copy_prefix(source, request.full, len(prompt.token_ids) - max(1, 0 if needs is None else needs.queries))
-            self._run_alone(request, lambda: bool(request.generated) or request.finished)
-        except BaseException:
-            self.drop(request)
-            raise
-        return request
+        if source is not None and not (needs is not None and needs.attention_mass):
+            copy_prefix(source, request.full, request.prompt_tokens - max(1, 0 if needs is None else needs.queries))
+        self._run_alone(request, lambda: bool(request.generated) or request.finished)
+
+    def fits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether the engine would let ``request`` run beside ``running``."""
+        tickets = [self.loop.ticket(other) for other in (*running, request)]
+        return held(tickets).lacking(self.planner.scheduler.budget) is None
 
     def drop(self, request: Request) -> None:
         """Give back what a request holds."""
@@ -131,32 +136,45 @@ class HeldEngine(Engine):
         if request.error is not None:
             raise request.error
 
-    def decode(self, requests: Sequence[Request]) -> Decoded:
-        """Decode held requests to their ends.
+    def decode(self, requests: Sequence[Request], begin: Callable[[Request], None]) -> Decoded:
+        """Decode ``requests`` to their ends: as many at a time as fit, the next as soon as there is room for it.
+
+        ``begin`` prefills one. The clock stands meanwhile, and a swap that is under way then is waited for before it does.
 
         Raises:
             VeriCacheError: a request failed.
         """
-        before = sum(len(request.generated) for request in requests)
-        watch, steps = _Watch(requests, self.link), 0
+        clock, waiting, running = _Clock(), deque(requests), list[Request]()
+        watch, steps, first, outside = _Watch(self.link, clock), 0, 0, 0.0
         self.link.reset()
         self.loop.peak_device_kv_bytes = 0
         exposed = self.loop.exposed_seconds
-        for request in requests:
-            self.loop.add(request)
-        started = now = time.perf_counter()
-        while any(not request.finished for request in requests):
+        while waiting or running:
+            while waiting and (not running or self.fits(waiting[0], running)):
+                self.loop.settle()
+                clock.stop()
+                before, swaps = self.loop.exposed_seconds, len(self.link.swaps)
+                begin(waiting[0])
+                outside += self.loop.exposed_seconds - before
+                del self.link.swaps[swaps:]
+                first += len(waiting[0].generated)
+                running.append(waiting.popleft())
+                self.loop.add(running[-1])
+                watch.add(running[-1])
+            clock.go()
+            earlier = clock.seconds
             self.loop.step()
-            steps, earlier, now = steps + 1, now, time.perf_counter()
-            watch.after_step(earlier - started, now - started, self.loop.ring.nbytes)
-        seconds = now - started
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        self.link.waited = self.loop.exposed_seconds - exposed
-        watch.add_swaps(started)
-        tokens = sum(len(request.generated) for request in requests) - before
-        return Decoded(seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
+            steps += 1
+            watch.after_step(earlier, clock.seconds, self.loop.ring.nbytes)
+            for request in running:
+                if request.error is not None:
+                    raise request.error
+            running = [request for request in running if not request.finished]
+        clock.stop()
+        self.link.waited = self.loop.exposed_seconds - exposed - outside
+        watch.add_swaps()
+        tokens = sum(len(request.generated) for request in requests) - first
+        return Decoded(clock.seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
 
     def draft_only(self, requests: Sequence[Request]) -> Decoded:
         """Let held requests draft all their tokens, which nobody verifies: what a compressor alone would give.
@@ -164,17 +182,22 @@ class HeldEngine(Engine):
         Raises:
             CompressorFault: a request has no compressed KV.
         """
-        watch, steps = _Watch(requests, self.link), 0
-        started = now = time.perf_counter()
+        clock = _Clock()
+        watch, steps = _Watch(self.link, clock), 0
+        for request in requests:
+            watch.add(request)
+        clock.go()
         while waiting := [r for r in requests if len(r.generated) + len(r.drafts) < r.params.max_new_tokens]:
             for first in range(0, len(waiting), self.adapter.rows):
+                earlier = clock.seconds
                 self._draft(waiting[first : first + self.adapter.rows])
-                steps, earlier, now = steps + 1, now, time.perf_counter()
+                steps, now = steps + 1, clock.seconds
                 for request in waiting[first : first + self.adapter.rows]:
                     request.metrics.add_seconds("draft", now - earlier)
-                watch.after_step(earlier - started, now - started, 0)
+                watch.after_step(earlier, now, 0)
+        clock.stop()
         peak = max((device for _, device, _, _ in watch.trace.memory), default=0)
-        return Decoded(now - started, sum(len(request.drafts) for request in requests), steps, peak, watch.trace)
+        return Decoded(clock.seconds, sum(len(request.drafts) for request in requests), steps, peak, watch.trace)
 
     def _draft(self, requests: Sequence[Request]) -> None:
         """One step with a draft row of each request."""
@@ -191,14 +214,48 @@ class HeldEngine(Engine):
             request.take_draft(logits[row])
 
 
+class _Clock:
+    """Seconds of decoding: it can be stopped."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[float, float]] = []  # (moment on the machine's clock, seconds counted until then)
+        self._since: float | None = None
+        self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def go(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+            self._pieces.append((self._since, self._before))
+
+    def stop(self) -> None:
+        self._before, self._since = self.seconds, None
+
+    def when(self, moment: float) -> float:
+        """Seconds counted at a ``moment`` of the machine's clock at which this one ran."""
+        since, before = next(piece for piece in reversed(self._pieces) if piece[0] <= moment)
+        return before + moment - since
+
+
 class _Watch:
     """Finds out after each step who was in it, from the counters that requests keep anyway."""
 
-    def __init__(self, requests: Sequence[Request], link: Link) -> None:
-        self._requests, self._link, self.trace = requests, link, Trace()
-        self._seconds = [dict(request.metrics.seconds) for request in requests]
-        self._rounds = [request.metrics.rounds for request in requests]
-        self._numbers = {id(request.full): number for number, request in enumerate(requests)}
+    def __init__(self, link: Link, clock: _Clock) -> None:
+        self._link, self._clock, self.trace = link, clock, Trace()
+        self._requests: list[Request] = []
+        self._seconds: list[dict[str, float]] = []
+        self._rounds: list[int] = []
+        self._numbers: dict[int, int] = {}
+
+    def add(self, request: Request) -> None:
+        """Watch ``request`` from now on."""
+        self._numbers[id(request.full)] = len(self._requests)
+        self._requests.append(request)
+        self._seconds.append(dict(request.metrics.seconds))
+        self._rounds.append(request.metrics.rounds)
 
     def after_step(self, start: float, end: float, ring_bytes: int) -> None:
         device, tiers = ring_bytes, {"device": 0, "host": 0, "disk": 0}
@@ -216,7 +273,7 @@ class _Watch:
             tiers[request.full.tier] += request.full.tier_bytes
         self.trace.memory.append((end, device, tiers["host"], tiers["disk"]))
 
-    def add_swaps(self, started: float) -> None:
+    def add_swaps(self) -> None:
         for start, end, full in self._link.swaps:
             if id(full) in self._numbers:
-                self.trace.swaps.append((start - started, end - started, self._numbers[id(full)]))
+                self.trace.swaps.append((self._clock.when(start), self._clock.when(end), self._numbers[id(full)]))
