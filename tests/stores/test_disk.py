@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
-from vericache_core.stores import memory
+from vericache_core.stores import disk, memory
 from vericache_core.stores.blobs import BlobStore
 from vericache_core.stores.disk import DiskBlobs
 from vericache_core.stores.memory import SharedMemoryBlobs
@@ -124,9 +124,12 @@ def test_a_file_that_was_cut_or_added_to_is_an_error(store: DiskBlobs) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(StoreError, match="damaged"):
             get(store, "a")
+        assert get(store, "a") is None
     path.write_bytes(whole + b"x")
     with pytest.raises(StoreError, match="damaged"):
         get(store, "a")
+    put(store, "a", b"good")
+    assert get(store, "a") == b"good"
 
 
 def test_the_least_recently_used_go_first(store: DiskBlobs) -> None:
@@ -409,6 +412,21 @@ def test_the_files_of_a_living_writer_are_not_swept(store: DiskBlobs) -> None:
         put(restarted, "b", b"abc")
         assert alive.exists()
         assert not dead.exists()
+
+
+def test_a_file_that_waits_for_its_name_is_not_swept(store: DiskBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process opens the folder between the last byte of a put and its rename."""
+    put(store, "old", b"abc")
+    real = store._make_room
+
+    def make_room(size: int, least: int = 0) -> int:
+        for left in store._aside.iterdir():
+            disk._remove_if_dead(left)
+        return real(size, least)
+
+    monkeypatch.setattr(store, "_make_room", make_room)
+    put(store, "a", b"abc")
+    assert get(store, "a") == b"abc"
 
 
 def test_a_store_that_is_over_its_budget_shrinks_when_it_is_opened(tmp_path: Path) -> None:

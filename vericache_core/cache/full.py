@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.cache.move import Index, copy_rows
-from vericache_core.cache.pages import PagedRows
+from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page
 from vericache_core.cache.ring import SwapRing
 from vericache_core.cache.tiers import DiskStore, HostStore, TierStore
 from vericache_core.kv import LayerDescriptor
@@ -202,6 +202,51 @@ class FullKV:
             return slot.rows(start, stop)
         finally:
             self._ring.release(slot)
+
+    # -- whole pages, for stores that outlive the request --------------------------------------------
+
+    def copy_pages(self, layer: int, pages: range) -> Extent:
+        """A copy of whole pages of ``layer`` on the CPU; rows that a step has written may lie beyond ``tokens``.
+
+        Raises:
+            SwapError: the tier could not be read.
+            IndexError: a page was released (sliding windows).
+        """
+        copy = Extent.allocate(self.layers[layer], len(pages), torch.device("cpu"))
+        if layer in self._device:
+            for number, page in enumerate(pages):
+                keys, values = self._device[layer].page(page)
+                copy.keys[number].copy_(keys)
+                copy.values[number].copy_(values)
+        else:
+            assert self._store is not None
+            self._store.copy_out(self.layers[layer], pages, copy)
+        return copy
+
+    def restore_pages(self, layer: int, first: int, keys: memoryview, values: memoryview) -> None:
+        """Fill whole pages of ``layer`` from page ``first`` on with bytes in page layout; they count after :meth:`adopt`.
+
+        A sliding window may begin at a later page than 0; whatever lies before counts as released.
+
+        Raises:
+            SwapError: the tier could not be written.
+        """
+        if layer not in self._device:
+            assert self._store is not None
+            self._store.copy_in(self.layers[layer], first, keys, values)
+            return
+        pages = self._device[layer]
+        if not pages.capacity:
+            pages.skip(first if pages.layer.kind == "sliding" else 0)
+        parts = list(by_page(self.layers[layer], keys, values))
+        pages.reserve((first + len(parts)) * PAGE)
+        for page, part in enumerate(parts, first):
+            fill_page(pages.page(page), *part)
+
+    def adopt(self, tokens: int) -> None:
+        """Let ``tokens`` rows count that were restored into an empty cache."""
+        assert self.tokens == 0, "only an empty cache can adopt rows"
+        self.advance(tokens)
 
     def close(self) -> None:
         """Give back every byte on every tier; safe to call twice."""

@@ -8,6 +8,7 @@ dropper may keep other counts per head; rows are addressed by their index, not t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,24 @@ class Extent:
     @property
     def nbytes(self) -> int:
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
+
+
+def by_page(layer: LayerDescriptor, keys: memoryview, values: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+    """Cut the bytes of several pages, ``[pages, ...]`` in page layout, into the keys and the values of each."""
+    rows = PAGE * layer.kv_heads * layer.dtype.itemsize
+    key_bytes, value_bytes = rows * layer.head_dim, rows * layer.value_dim
+    for number in range(keys.nbytes // key_bytes):
+        mine = slice(number * key_bytes, (number + 1) * key_bytes)
+        yield keys[mine], values[number * value_bytes : (number + 1) * value_bytes]
+
+
+def fill_page(page: tuple[Tensor, Tensor], keys: memoryview, values: memoryview) -> None:
+    """Overwrite a page with bytes in its own layout."""
+    for target, data in zip(page, (keys, values), strict=True):
+        staged = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        np.copyto(staged.view(torch.uint8).numpy().reshape(-1), np.frombuffer(data, dtype=np.uint8))
+        if staged is not target:
+            target.copy_(staged)
 
 
 class PagedRows:
@@ -100,6 +119,15 @@ class PagedRows:
         steps = np.arange(extent.pages, dtype=np.int64)
         self.key_addresses = np.concatenate([self.key_addresses, extent.keys.data_ptr() + steps * key_step])
         self.value_addresses = np.concatenate([self.value_addresses, extent.values.data_ptr() + steps * value_step])
+
+    def skip(self, pages: int) -> None:
+        """Begin with ``pages`` pages that are not here, as if a sliding window had left them behind."""
+        assert not self._pages, "only what is empty can skip pages"
+        if pages:
+            self._extents.append((0, None))
+            self._pages, self.first_row = pages, pages * PAGE
+            self.key_addresses = np.zeros(pages, dtype=np.int64)
+            self.value_addresses = np.zeros(pages, dtype=np.int64)
 
     def page(self, number: int) -> tuple[Tensor, Tensor]:
         """``(keys [kv_heads, head_dim, PAGE], values [kv_heads, PAGE, value_dim])``, views."""

@@ -11,14 +11,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vericache_core.cache.move import Index, copy_rows
-from vericache_core.cache.pages import PAGE, Extent, PagedRows, pages_for
+from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
 
@@ -49,6 +48,14 @@ class TierStore(ABC):
         positions that were wanted by nobody and not read either, or ``None`` when every row was read.
         """
 
+    @abstractmethod
+    def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
+        """Copy whole ``pages`` into ``target``, an extent on the CPU."""
+
+    @abstractmethod
+    def copy_in(self, layer: LayerDescriptor, first: int, keys: memoryview, values: memoryview) -> None:
+        """Fill whole pages from page ``first`` on with bytes in their own layout."""
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
@@ -68,13 +75,7 @@ class HostStore(TierStore):
         self._rows = {layer.index: PagedRows(layer, torch.device("cpu")) for layer in layers}
 
     def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
-        home = self._rows[layer.index]
-        missing = pages_for(first + count) - home.capacity // PAGE
-        try:
-            if missing > 0:
-                home.adopt(Extent.allocate(layer, missing, home.device, pinned=self._pinned))
-        except (MemoryError, RuntimeError) as error:
-            raise SwapError("host memory for the full KV could not be had", cause=str(error)) from error
+        home = self._home(layer, pages_for(first + count))
         keys, values = slot.rows(first, first + count)
         home.write(np.full(layer.kv_heads, first, dtype=np.int64), keys.to("cpu"), values.to("cpu"))
         self.written_bytes += count * layer.token_bytes
@@ -93,6 +94,30 @@ class HostStore(TierStore):
             copy_rows(home, wanted, slot, wanted, head)
             self.moved_bytes += len(wanted) * layer.token_bytes // layer.kv_heads
         return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing]
+
+    def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
+        home = self._rows[layer.index]
+        for number, page in enumerate(pages):
+            for source, copy in zip(home.page(page), (target.keys[number], target.values[number]), strict=True):
+                _copy(source, copy)
+
+    def copy_in(self, layer: LayerDescriptor, first: int, keys: memoryview, values: memoryview) -> None:
+        parts = list(by_page(layer, keys, values))
+        home = self._home(layer, first + len(parts))
+        for page, part in enumerate(parts, first):
+            fill_page(home.page(page), *part)
+        self.written_bytes += keys.nbytes + values.nbytes
+
+    def _home(self, layer: LayerDescriptor, pages: int) -> PagedRows:
+        """Rows of ``layer``, grown to ``pages`` pages."""
+        home = self._rows[layer.index]
+        missing = pages - home.capacity // PAGE
+        try:
+            if missing > 0:
+                home.adopt(Extent.allocate(layer, missing, home.device, pinned=self._pinned))
+        except (MemoryError, RuntimeError) as error:
+            raise SwapError("host memory for the full KV could not be had", cause=str(error)) from error
+        return home
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +157,7 @@ class DiskStore(TierStore):
 
     def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
         for page in range(first // PAGE, pages_for(first + count)):
-            self._transfer(layer, page, slot, os.pwrite, "written")
+            self._transfer(layer, page, slot, "written")
             self._pages = max(self._pages, page + 1)
         self.written_bytes += count * layer.token_bytes
 
@@ -143,7 +168,7 @@ class DiskStore(TierStore):
         if missing is not None:
             pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
         for page in sorted(pages):
-            self._transfer(layer, page, slot, os.preadv, "read")
+            self._transfer(layer, page, slot, "read")
             self.moved_bytes += PAGE * layer.token_bytes
         if missing is None:
             return None
@@ -151,26 +176,41 @@ class DiskStore(TierStore):
         rest = np.nonzero(np.repeat(unread, PAGE)[:tokens])[0].astype(np.int64)
         return [rest] * layer.kv_heads
 
-    def _transfer(self, layer: LayerDescriptor, page: int, slot: PagedRows, call: Any, verb: str) -> None:
-        if self._file is None:
-            raise SwapError("the swap file is closed")
+    def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
+        for number, page in enumerate(pages):
+            offset = page * self._record + self._offsets[layer.index]
+            for part in (target.keys[number], target.values[number]):
+                offset = self._move(_bytes(part), offset, "read")
+
+    def copy_in(self, layer: LayerDescriptor, first: int, keys: memoryview, values: memoryview) -> None:
+        for page, parts in enumerate(by_page(layer, keys, values), first):
+            offset = page * self._record + self._offsets[layer.index]
+            for part in parts:
+                offset = self._move(part, offset, "written")
+            self._pages = max(self._pages, page + 1)
+        self.written_bytes += keys.nbytes + values.nbytes
+
+    def _transfer(self, layer: LayerDescriptor, page: int, slot: PagedRows, verb: str) -> None:
         offset = page * self._record + self._offsets[layer.index]
         for part in slot.page(page):
             staged = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
             if verb == "written" and staged is not part:
                 staged.copy_(part)
-            buffer = memoryview(staged.view(torch.uint8).numpy().reshape(-1).data)
-            try:
-                done = call(self._file, [buffer] if verb == "read" else buffer, offset)
-            except OSError as error:
-                raise SwapError(
-                    f"full KV could not be {verb}", cause=str(error), hint="check the disk behind swap_dir"
-                ) from error
-            if done != buffer.nbytes:
-                raise SwapError(f"full KV could not be {verb}", cause=f"{done} of {buffer.nbytes} bytes at offset {offset}")
+            offset = self._move(_bytes(staged), offset, verb)
             if verb == "read" and staged is not part:
                 part.copy_(staged)
-            offset += buffer.nbytes
+
+    def _move(self, buffer: memoryview, offset: int, verb: str) -> int:
+        """Move all of ``buffer`` to or from ``offset``; returns where it ends."""
+        if self._file is None:
+            raise SwapError("the swap file is closed")
+        try:
+            done = os.preadv(self._file, [buffer], offset) if verb == "read" else os.pwrite(self._file, buffer, offset)
+        except OSError as error:
+            raise SwapError(f"full KV could not be {verb}", cause=str(error), hint="check the disk behind swap_dir") from error
+        if done != buffer.nbytes:
+            raise SwapError(f"full KV could not be {verb}", cause=f"{done} of {buffer.nbytes} bytes at offset {offset}")
+        return offset + done
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +220,11 @@ class DiskStore(TierStore):
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.view(torch.uint8).numpy().reshape(-1).data)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

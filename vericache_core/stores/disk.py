@@ -33,6 +33,7 @@ _RECORD = struct.Struct("<8sQ")
 _MAGIC = b"VCOMMIT\n"
 _BLOCK = 8 << 20
 """Bytes written or read between two looks at the clock."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _numbers = itertools.count()
 
 
@@ -76,7 +77,11 @@ class DiskBlobs:
             except FileNotFoundError:
                 return None
             try:
-                found = self._read(file, key, deadline)
+                found = self._read(file, deadline)
+                if found is None:
+                    with contextlib.suppress(OSError):  # a good one may take its place, unless the folder is read-only
+                        path.unlink()
+                    raise StoreError(f"blob {key} is damaged", cause="it was cut or added to, and is removed")
                 with contextlib.suppress(OSError):  # how recently it was used is only a hint, and the folder may be read-only
                     os.utime(file)
                 return found
@@ -93,22 +98,15 @@ class DiskBlobs:
             if path.exists():
                 return
             try:
-                temporary = self._write_aside(parts, size, deadline)
-            except StoreFull:  # the disk is full, whatever the budget says
-                with self._locked(deadline):
+                self._publish(path, parts, size, deadline)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                with self._locked(deadline):  # the disk is full, whatever the budget says
                     freed = self._make_room(size, least=size)
                 if not freed:
                     raise
-                temporary = self._write_aside(parts, size, deadline)
-            try:
-                with self._locked(deadline):
-                    self._make_room(size)
-                    temporary.rename(path)
-                if self._durable:
-                    _sync_folder(self._blobs)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+                self._publish(path, parts, size, deadline)
 
     def contains(self, keys: Sequence[str], *, deadline: float) -> list[bool]:
         _in_time(deadline)
@@ -161,43 +159,46 @@ class DiskBlobs:
             self._make_room(0)
         self._opened = True
 
-    def _read(self, file: int, key: str, deadline: float) -> memoryview:
+    def _read(self, file: int, deadline: float) -> memoryview | None:
+        """The blob in an open file; None if the commit record at its end does not fit."""
         facts = os.fstat(file)
-        size = facts.st_size
-        if not stat.S_ISREG(facts.st_mode) or size < _RECORD.size:
-            raise StoreError(f"blob {key} is damaged", cause=f"{size} bytes, or no file at all")
-        magic, length = _RECORD.unpack(os.pread(file, _RECORD.size, size - _RECORD.size))
-        if magic != _MAGIC or length != size - _RECORD.size:
-            raise StoreError(f"blob {key} is damaged", cause="it was cut or added to: its commit record does not fit")
+        length = facts.st_size - _RECORD.size
+        if not stat.S_ISREG(facts.st_mode) or length < 0:
+            return None
+        if os.pread(file, _RECORD.size, length) != _RECORD.pack(_MAGIC, length):
+            return None
         if self._mapped:
-            return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_READ))[:length]
+            return memoryview(mmap.mmap(file, facts.st_size, access=mmap.ACCESS_READ))[:length]
         data = memoryview(bytearray(length))
         done = 0
         while done < length:
             count = os.preadv(file, [data[done : done + _BLOCK]], done)
             if count == 0:
-                raise StoreError(f"blob {key} is damaged", cause=f"it ends after {done} of {length} bytes")
+                return None
             done += count
             _in_time(deadline)
         return data.toreadonly()
 
-    def _write_aside(self, parts: Sequence[Buffer], size: int, deadline: float) -> Path:
+    def _publish(self, path: Path, parts: Sequence[Buffer], size: int, deadline: float) -> None:
         temporary = self._aside / f"{os.getpid()}-{next(_numbers)}"
-        with _told("a blob could not be written"):
-            with self._locked(deadline):  # or a process that sweeps could find the file before it is known to be alive
-                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                for part in (*parts, _RECORD.pack(_MAGIC, size - _RECORD.size)):
-                    _write(file, memoryview(part).cast("B"), deadline)
-                if self._durable:
-                    os.fsync(file)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(file)
-        return temporary
+        with self._locked(deadline):  # or a process that sweeps could find the file before it is known to be alive
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            for part in (*parts, _RECORD.pack(_MAGIC, size - _RECORD.size)):
+                _write(file, memoryview(part).cast("B"), deadline)
+            if self._durable:
+                os.fsync(file)
+            with self._locked(deadline):
+                self._make_room(size)
+                temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        if self._durable:
+            _sync_folder(self._blobs)
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
@@ -280,8 +281,7 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-        raise (StoreFull if full else StoreError)(what, cause=str(error)) from error
+        raise (StoreFull if error.errno in _FULL else StoreError)(what, cause=str(error)) from error
     except MemoryError as error:
         raise StoreError(what, cause="no memory") from error
 

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stores.support import IDENTITY, changed, layers, tokens
+from vericache_core.cache.full import FullKV
+from vericache_core.cache.ring import SwapRing
+from vericache_core.compressor import Compressor
+from vericache_core.context import CompressContext
+from vericache_core.errors import PayloadError, StoreError, StoreTimeout
+from vericache_core.kv import LayerDescriptor, PrefixView
+from vericache_core.plugins.registry import default_registry
+from vericache_core.stores.disk import DiskBlobs
+from vericache_core.stores.identity import PrefixIdentity
+from vericache_core.stores.prefix import PrefixStore
+
+CPU = torch.device("cpu")
+CHUNK = 128
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+class Model:
+    """Rows as a function of the tokens before them, as a model's are, without a model."""
+
+    def __init__(self, described: Sequence[LayerDescriptor], seed: int = 0) -> None:
+        self.layers, self.seed = tuple(described), seed
+
+    def rows(self, layer: int, ids: Sequence[int]) -> Rows:
+        state = torch.tensor(list(itertools.accumulate(ids, lambda a, b: (a * 31 + b) % 99991)))
+        state = (state * 7 + layer * 1009 + self.seed * 31337)[None, :, None]
+        about = self.layers[layer]
+        return tuple(  # type: ignore[return-value]
+            torch.sin(state * (torch.arange(width) + 1.0)).expand(about.kv_heads, -1, -1).to(about.dtype)
+            for width in (about.head_dim, about.value_dim)
+        )
+
+    def cache(self, tier: str = "device") -> FullKV:
+        return FullKV(self.layers, CPU, tier, {layer.index for layer in self.layers if layer.sliding_window}, SwapRing(2, CPU))
+
+    def prefill(self, full: FullKV, ids: Sequence[int], store: PrefixStore | None = None, step: int = 50) -> None:
+        """Compute the rows that are missing, and save each chunk when it is full."""
+        every = [self.rows(layer.index, ids) for layer in self.layers]
+        while full.tokens < len(ids):
+            count = min(step, len(ids) - full.tokens)
+            full.open(count)
+            for layer in self.layers:
+                keys, values = (part[:, full.tokens : full.tokens + count] for part in every[layer.index])
+                full.pages(layer.index).write(np.full(layer.kv_heads, full.tokens, dtype=np.int64), keys, values)
+                full.wrote(layer.index, count)
+            full.close_step()
+            before = full.tokens
+            if store is not None:
+                for number in range(before // CHUNK, (before + count) // CHUNK):
+                    store.put(store.capture(ids, full, number))
+            full.advance(count)
+
+    def wrong_rows(self, full: FullKV, ids: Sequence[int]) -> int:
+        """Rows that the next token sees and that are not those of a prefill."""
+        wrong = 0
+        for layer in self.layers:
+            first = 0 if layer.sliding_window is None else max(0, full.tokens - layer.sliding_window + 1)
+            expected = self.rows(layer.index, ids[: full.tokens])
+            for ours, theirs in zip(full.read(layer.index, first, full.tokens), expected, strict=True):
+                wrong += int((ours != theirs[:, first:]).any(-1).sum())
+        full.check_integrity()
+        return wrong
+
+
+def make_store(model: Model, folder: Path, identity: PrefixIdentity = IDENTITY, **settings: Any) -> PrefixStore:
+    return PrefixStore(DiskBlobs(folder, durable=False), identity, model.layers, CHUNK, **settings)
+
+
+MODELS = {"full": layers(2), "window 8": layers(2, 8), "window 200": layers(2, 200), "bf16": layers(3, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_loaded_is_what_a_prefill_computes(kind: str, tier: str, tmp_path: Path) -> None:
+    model, ids = Model(MODELS[kind]), tokens(7 * CHUNK + 30)
+    store = make_store(model, tmp_path)
+    first = model.cache(tier)
+    model.prefill(first, ids, store)
+    assert model.wrong_rows(first, ids) == 0
+    first.close()
+    assert store.counts.chunks_saved == 7
+    for length in (127, 128, 129, 255, 256, 257, 500, 896, 897, 926):
+        for most in sorted({length, length - 1, max(1, length - 20)}):
+            full = model.cache(tier)
+            loaded = store.load(ids[:length], full, most=most)
+            floor = min(length, most) // CHUNK * CHUNK
+            assert full.tokens == loaded.tokens <= min(most, length // CHUNK * CHUNK)
+            assert loaded.tokens >= floor or kind.startswith("window")
+            assert not loaded.faults
+            assert model.wrong_rows(full, ids) == 0
+            model.prefill(full, ids[:length])  # the rest is computed behind it
+            assert full.tokens == length
+            assert model.wrong_rows(full, ids) == 0
+            full.close()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_prompt_that_is_stored_whole_leaves_one_token_to_compute(kind: str, tmp_path: Path) -> None:
+    model, ids = Model(MODELS[kind]), tokens(4 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+    for chunks in (1, 2, 4):
+        full = model.cache()
+        length = chunks * CHUNK
+        assert store.load(ids[:length], full, most=length - 1).tokens == length - 1
+        assert model.wrong_rows(full, ids) == 0
+        model.prefill(full, ids[:length])
+        assert (full.tokens, model.wrong_rows(full, ids)) == (length, 0)
+
+
+def test_a_prompt_shorter_than_a_chunk_asks_nobody(tmp_path: Path) -> None:
+    model = Model(layers(2))
+    store = make_store(model, tmp_path / "store")
+    loaded = store.load(tokens(CHUNK - 1), model.cache())
+    assert (loaded.tokens, loaded.faults) == (0, ())
+    assert "no full chunk" in loaded.reason
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_longest_common_prefix_is_used(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(5 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+    for at in (0, 127, 128, 300, 511, 639):
+        other = [*ids[:at], (ids[at] + 1) % 512, *ids[at + 1 :]]
+        full = model.cache()
+        assert store.load(other, full).tokens == at // CHUNK * CHUNK
+        assert model.wrong_rows(full, other) == 0
+
+
+@pytest.mark.parametrize("name", sorted({*IDENTITY.public(), "tenant"}))
+def test_another_identity_is_a_miss_and_the_reason_is_logged(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = Model(layers(2)), tokens(3 * CHUNK)
+    model.prefill(model.cache(), ids, make_store(model, tmp_path))
+    other = make_store(model, tmp_path, changed(name))
+    full = model.cache()
+    with caplog.at_level(logging.INFO, "vericache.stores"):
+        loaded = other.load(ids, full)
+    assert (loaded.tokens, loaded.bytes, loaded.faults, full.tokens) == (0, 0, (), 0)
+    if name == "tenant":  # one tenant must not learn what another has stored
+        assert loaded.reason == "nothing is stored for these tokens and this tenant"
+    elif name == "format":  # notes have a format, too
+        assert "nothing is stored" in loaded.reason or "format" in loaded.reason
+    else:
+        assert loaded.reason == f"these tokens are stored, but with other {name}"
+    assert loaded.reason in caplog.text
+
+
+def test_the_reason_names_every_field_that_differs(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(CHUNK)
+    model.prefill(model.cache(), ids, make_store(model, tmp_path))
+    both = PrefixIdentity(**{**IDENTITY.__dict__, "dtype": "bfloat16", "weights": "v"})
+    assert make_store(model, tmp_path, both).load(ids, model.cache()).reason.endswith("other dtype, weights")
+
+
+def test_what_was_evicted_is_told_apart_from_what_never_was(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(2 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+    keys = store.keys(ids)
+    store.blobs.delete(keys[1], deadline=time.monotonic() + 9)
+    assert store.load(ids, model.cache()).reason == "chunk 1 is not stored"
+    store.blobs.delete(keys[0], deadline=time.monotonic() + 9)
+    assert "not stored any more" in store.load(ids, model.cache()).reason
+    assert "nothing is stored" in store.load(tokens(256, seed=9), model.cache()).reason
+
+
+@pytest.mark.parametrize("note", [b"", b"junk", b"[1]", b"[" * 70000, b'{"dtype": 3}', b"\xff\xfe", b"9" * 5000])
+def test_a_damaged_note_spoils_only_the_reason(note: bytes, tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(CHUNK)
+    first = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, first)
+    (index,) = [file for file in (tmp_path / "blobs").iterdir() if file.name.startswith("index-")]
+    index.unlink()
+    first.blobs.put(index.name, [note], deadline=time.monotonic() + 9)
+    loaded = make_store(model, tmp_path, changed("dtype")).load(ids, model.cache())
+    assert (loaded.tokens, loaded.faults) == (0, ())
+    assert loaded.reason
+
+
+def test_different_chunk_sizes_share_a_store_without_mixing(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(4 * CHUNK)
+    small = make_store(model, tmp_path)
+    large = PrefixStore(small.blobs, IDENTITY, model.layers, 2 * CHUNK)
+    full = model.cache()
+    model.prefill(full, ids, small)
+    assert large.load(ids, model.cache()).tokens == 0
+    assert large.save(ids, full) == 2
+    for store in (small, large):
+        again = model.cache()
+        assert store.load(ids, again).tokens == 4 * CHUNK
+        assert model.wrong_rows(again, ids) == 0
+
+
+def test_only_rows_that_count_are_saved(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(3 * CHUNK)
+    store, full = make_store(model, tmp_path), model.cache()
+    model.prefill(full, ids[: 2 * CHUNK - 1])
+    assert store.save(ids, full) == 1  # the second chunk lacks a row, whatever the pages hold
+    full.rollback(CHUNK)
+    assert make_store(model, tmp_path / "other").save(ids, full) == 0
+
+
+def test_a_window_that_moved_on_cannot_be_saved(tmp_path: Path) -> None:
+    model, ids = Model(layers(2, 8)), tokens(3 * CHUNK)
+    full = model.cache()
+    model.prefill(full, ids)
+    with pytest.raises(IndexError, match="released"):
+        make_store(model, tmp_path).save(ids, full)
+
+
+def test_a_captured_chunk_no_longer_depends_on_the_cache(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(CHUNK)
+    store, full = make_store(model, tmp_path), model.cache()
+    model.prefill(full, ids)
+    chunk = store.capture(ids, full, 0)
+    for layer in model.layers:
+        for part in full.device_pages(layer.index).page(0):
+            part.fill_(float("nan"))
+    store.put(chunk)
+    again = model.cache()
+    assert store.load(ids, again).tokens == CHUNK
+    assert model.wrong_rows(again, ids) == 0
+
+
+@pytest.mark.usefixtures("vericache_registry")
+def test_compressed_kv_comes_back_under_its_own_key(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(300)
+    full, store = model.cache(), make_store(model, tmp_path)
+    model.prefill(full, ids)
+    view = PrefixView(model.layers, ids, lambda layer: full.read(layer, 0, full.tokens))
+    compressor: Compressor = default_registry().create("random", {"keep": 0.25})
+    compressed = compressor.compress(view, CompressContext())
+    key = store.save_compressed(ids, compressed, protected=[(0, 4)])
+    assert key.startswith("compressed-")
+    options = compressed.options
+    found = store.load_compressed(ids, "random", options, protected=[(0, 4)])
+    assert found is not None
+    assert found.to_payload() == compressed.to_payload()
+    for missing in (
+        store.load_compressed(ids, "random", options),
+        store.load_compressed(ids[:-1], "random", options, protected=[(0, 4)]),
+        store.load_compressed(ids, "random", {**options, "keep": 0.5}, protected=[(0, 4)]),
+        store.load_compressed(ids, "random", options, seed=1, protected=[(0, 4)]),
+        make_store(model, tmp_path, changed("tenant")).load_compressed(ids, "random", options, protected=[(0, 4)]),
+    ):
+        assert missing is None
+    with pytest.raises(PayloadError, match="cannot stand for"):
+        store.save_compressed(ids[:-1], compressed)
+    file = tmp_path / "blobs" / key
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(PayloadError, match="corrupt"):
+        store.load_compressed(ids, "random", options, protected=[(0, 4)])
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("vericache_registry")
+def test_compressed_kv_under_a_full_key_is_refused_and_removed(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(CHUNK)
+    full, store = model.cache(), make_store(model, tmp_path)
+    model.prefill(full, ids, store)
+    view = PrefixView(model.layers, ids, lambda layer: full.read(layer, 0, full.tokens))
+    compressor: Compressor = default_registry().create("random", {"keep": 0.25})
+    lossy = store.save_compressed(ids, compressor.compress(view, CompressContext()))
+    (key,) = store.keys(ids)
+    (tmp_path / "blobs" / key).write_bytes((tmp_path / "blobs" / lossy).read_bytes())
+    again = model.cache()
+    loaded = store.load(ids, again)
+    assert (loaded.tokens, again.tokens) == (0, 0)
+    assert "role" in loaded.faults[0]
+    assert store.blobs.contains([key], deadline=time.monotonic() + 9) == [False]
+
+
+class Slow:
+    """A backend that takes its time for each call, and keeps no deadline."""
+
+    def __init__(self, blobs: DiskBlobs, seconds: float) -> None:
+        self._blobs, self._seconds = blobs, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._blobs, name)
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(self._seconds)
+            return call(*args, **kwargs)
+
+        return slowly if name in {"get", "contains"} else call
+
+
+def test_what_came_before_the_deadline_counts(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(6 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+    slow: Any = Slow(DiskBlobs(tmp_path), 0.05)
+    full = model.cache()
+    loaded = PrefixStore(slow, IDENTITY, model.layers, CHUNK, timeout=0.2).load(ids, full)
+    assert loaded.tokens < 6 * CHUNK
+    assert "too long" in loaded.faults[0]
+    assert model.wrong_rows(full, ids) == 0
+    with pytest.raises(StoreTimeout):
+        store.lookup(ids, deadline=time.monotonic() - 1)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], [True], [True] * 99, "yes", StoreError("down"), OSError("gone"), KeyError("bug"), MemoryError()]
+)
+def test_a_backend_that_answers_nonsense_costs_the_prefix(answer: Any, tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(3 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+
+    def give(*_: Any, **__: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    for name in ("contains", "get"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store.blobs, name, give)
+            full = model.cache()
+            loaded = store.load(ids, full)
+        assert (loaded.tokens, full.tokens) == (0, 0)
+        assert loaded.faults or (name == "get" and answer is None)
+    full = model.cache()
+    assert store.load(ids, full).tokens == 3 * CHUNK
+    assert model.wrong_rows(full, ids) == 0
+
+
+def test_tenants_cannot_meet(tmp_path: Path) -> None:
+    """Eight threads with vocabularies of their own on one small store: every row is one's own."""
+    described = layers(2)
+    budget = 20 * 128 * 5 * 4 * 2
+    failures: list[str] = []
+    hits = [0] * 8
+
+    def work(tenant: int) -> None:
+        model = Model(described, seed=tenant)  # as if each had other weights: a foreign row is a wrong row
+        identity = PrefixIdentity(**{**IDENTITY.__dict__, "tenant": f"tenant {tenant}"})
+        store = PrefixStore(DiskBlobs(tmp_path, budget, durable=False), identity, described, CHUNK, timeout=60)
+        for turn in range(20):
+            ids = [tenant * 1000 + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)]
+            full = model.cache()
+            loaded = store.load(ids, full)
+            hits[tenant] += loaded.tokens > 0
+            if loaded.faults or model.wrong_rows(full, ids):
+                failures.append(f"{tenant}: {loaded}")
+            model.prefill(full, ids, store)
+
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(hits) > 0
+
+
+def test_tenants_with_the_same_tokens_cannot_meet(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(3 * CHUNK)
+    model.prefill(model.cache(), ids, make_store(model, tmp_path))
+    assert make_store(model, tmp_path, changed("tenant")).load(ids, model.cache()).tokens == 0
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(4 * CHUNK)
+    store = make_store(model, tmp_path)
+    model.prefill(model.cache(), ids, store)
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        store.load(ids, model.cache())
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    store.close()
+    store.close()
