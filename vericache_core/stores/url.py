@@ -37,9 +37,17 @@ class Scheme:
     options: frozenset[str]
 
 
+_REDIS = Scheme(
+    "vericache_core.stores.redis:from_url",
+    frozenset({"prefix", "db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}),
+)
+
 SCHEMES: dict[str, Scheme] = {
     "file": Scheme("vericache_core.stores.disk:from_url", frozenset({"bytes", "map"})),
     "shm": Scheme("vericache_core.stores.memory:from_url", frozenset({"bytes"})),
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "unix": _REDIS,
 }
 
 
