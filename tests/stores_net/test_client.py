@@ -141,10 +141,17 @@ def test_a_call_that_waits_for_a_worker_ends_at_its_deadline_too(setting: Callab
 def test_a_store_that_hangs_does_not_eat_threads_without_end(setting: Callable[..., Setting]) -> None:
     one = setting(workers=2, max_threads=5, failures=1000)
     one.store.script["slow"] = one.store.hang
-    for number in range(5):
+    for number in range(4):
         future = one.client.get("slow")
         one.until_hanging(number + 1)
         one.clock.advance(1)
+        with pytest.raises(StoreTimeout):
+            future.result(60)
+    two = [one.client.get("slow") for _ in range(2)]
+    one.until_hanging(5)
+    assert (one.client.counts.threads, one.client.counts.queued) == (5, 1)
+    one.clock.advance(1)
+    for future in two:
         with pytest.raises(StoreTimeout):
             future.result(60)
     assert (one.client.counts.hung, one.client.counts.threads) == (5, 5)

@@ -197,6 +197,13 @@ def test_killed_and_started_again(store: RedisBlobs, real: RealRedis) -> None:
     assert outcomes["wrong"] == 0
 
 
+def test_an_idle_connection_that_the_server_closed_is_replaced(store: RedisBlobs, real: RealRedis) -> None:
+    store.put("k", [b"x"], deadline=later())
+    real.kill()
+    real.start()
+    assert store.get("k", deadline=later()) is None
+
+
 def test_a_fork_does_not_share_connections(store: RedisBlobs) -> None:
     """Parent and child would read each other's replies; the child makes a connection of its own."""
     blobs = {key: os.urandom(1_500_000) for key in "ab"}

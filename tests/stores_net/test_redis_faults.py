@@ -277,6 +277,13 @@ def test_replies_twice(fake: FakeRedis, store: RedisBlobs, word: bytes) -> None:
     heals(fake, store)
 
 
+def test_more_than_the_reply_in_the_same_packet(fake: FakeRedis, store: RedisBlobs) -> None:
+    fake.fault = on(b"UNLINK", lambda reply: reply + b":1\r\n")
+    with pytest.raises(StoreError, match="more than the reply"):
+        store.delete("c", deadline=soon())
+    heals(fake, store)
+
+
 def test_late_reply_is_not_delivered_to_the_next(fake: FakeRedis, store: RedisBlobs) -> None:
     """The deadline passes, then the answer comes: whoever asks next must get their own."""
     for _ in range(5):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vericache_core.cli import bench_throughput
+from vericache_core.cli import bench_throughput, bench_transport
 from vericache_core.cli.engine_args import setting_from_text
 from vericache_core.cli.output import note, print_table
 from vericache_core.config import EngineConfig
@@ -54,8 +54,9 @@ _HEADER: Final = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare ``compressors`` and its arguments."""
-    actions = parser.add_subparsers(dest="action", metavar="{compressors,throughput}", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="{compressors,throughput,transport}", required=True)
     bench_throughput.add_arguments(actions)
+    bench_transport.add_arguments(actions)
     table = actions.add_parser("compressors", help="bytes, accepted drafts, KL and identity of each compressor")
     table.add_argument("-m", "--model", default="demo", help="as for generate [%(default)s]")
     table.add_argument(
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure; exit 1 when an output was not identical."""
     if args.action == "throughput":
         return bench_throughput.run(args)
+    if args.action == "transport":
+        return bench_transport.run(args)
     for name in ("context", "new_tokens", "window"):
         if getattr(args, name) < 2:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 2")

@@ -48,6 +48,10 @@ SCHEMES: dict[str, Scheme] = {
     "redis": _REDIS,
     "rediss": _REDIS,
     "unix": _REDIS,
+    "s3": Scheme("vericache_core.stores.objects:from_url", frozenset({"endpoint_url", "region", "profile", "anon"})),
+    "gs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
+    "abfs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
+    "memory": Scheme("vericache_core.stores.objects:from_url", frozenset()),
 }
 
 
