@@ -44,7 +44,9 @@ class EngineConfig:
     keep_tokens: int | None = option(None, help="number of tokens the compressor keeps", unit="tokens", ge=1)
     options: Mapping[str, Any] = option(default_factory=dict, help="further options of the compressor")
     identity: Literal["bitwise", "token"] = option("bitwise", help="the promise that is kept, or refused by name")
-    full_kv: Literal["device", "host", "disk"] = option("host", help="tier where the full KV lives")
+    full_kv: Literal["device", "host", "disk", "remote"] = option(
+        "host", help="tier where the full KV lives; remote: a `vericache store serve` holds it and verifies"
+    )
     window: int | Literal["auto"] = option(
         8,
         help="tokens drafted before a verify; auto: as many as pay, by measured costs and each request's own acceptance",
@@ -94,6 +96,23 @@ class EngineConfig:
     on_swap_error: Literal["recompute", "fail"] = option(
         "recompute", help="when full KV cannot be read back: recompute it, or fail the request"
     )
+    remote: str | None = option(None, help="HOST:PORT of the store, for full_kv=remote")
+    remote_mode: Literal["auto", "local", "remote", "verify", "verify-stateless", "stream", "stream-stateless", "fetch"] = (
+        option(
+            "verify",
+            help="verify: drafts go to the store; remote: the store generates; stream: drafts go to the store while the rest "
+            "of the full KV comes, then plain; fetch: full KV first, then plain; local: no link; auto: by measured costs",
+        )
+    )
+    remote_token_file: str | None = option(None, help="file with the token that the store knows this side by")
+    remote_ca: str | None = option(None, help="PEM file of who vouches for the store's certificate; turns TLS on")
+    remote_cert: str | None = option(None, help="PEM certificate of this side, where the store asks for one")
+    remote_key: str | None = option(None, help="PEM key of `remote_cert`")
+    remote_plaintext: bool = option(False, help="talk without TLS beyond this machine: something else must guard the link")
+    remote_timeout: float = option(10.0, help="longest wait for an answer of the store", unit="seconds", gt=0, le=3600)
+    on_remote_error: Literal["recompute", "fail"] = option(
+        "recompute", help="when the store or the link fails: go on here with a full KV of our own, or fail the request"
+    )
     probe: bool = option(True, help="prove row invariance on this machine before promising it")
     attention: Literal["auto", "reference", "numba", "triton"] = option(
         "auto", help="implementation of attention; auto: triton on CUDA and numba on the CPU, where installed"
@@ -109,6 +128,10 @@ class EngineConfig:
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if (self.full_kv == "remote") != (self.remote is not None):
+            raise ConfigError("full_kv=remote and remote=HOST:PORT go together", hint="give both or neither")
+        if (self.remote_cert is None) != (self.remote_key is None):
+            raise ConfigError("remote_cert and remote_key go together", hint="give both or neither")
         for name in ("compressor", "swap_dir", "calibration"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: expected text, got an empty one")

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing
 from vericache_core.compressor import Compressor
-from vericache_core.config import EngineConfig
+from vericache_core.config import EngineConfig, replace
 from vericache_core.errors import (
     CompressorFault,
     ConfigError,
@@ -35,6 +35,7 @@ from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.measure import fingerprint, measure
 from vericache_core.runtime.metrics import RequestMetrics
+from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
 from vericache_core.runtime.planning import Planner
 from vericache_core.runtime.propose import NGramProposer
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Progress = Callable[[int, int, int, int], None]
+RequestMode = Mode | Literal["remote"]
 _CONFIGURED = "configured"
 
 
@@ -146,13 +148,20 @@ class Engine:
         self._eos = ending_ids(model, tokenizer)
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
         self._lock = threading.RLock()
+        # What runs here although the full KV is elsewhere (a plain request, recovery) has its own on the device.
+        local = replace(self.config, full_kv="device") if self.config.full_kv == "remote" else self.config
         self.planner = Planner(
-            self.config,
+            local,
             self.adapter,
             lambda: measure(self.adapter, attend, self.config.swap_dir),
             lambda: fingerprint(self.adapter),
         )
-        self.loop = StepLoop(
+        make_loop: Callable[..., StepLoop] = StepLoop
+        if self.config.full_kv == "remote":
+            from vericache_core.remote.loop import RemoteLoop
+
+            make_loop = RemoteLoop.connected(self)
+        self.loop = make_loop(
             self.adapter,
             attend,
             self._ring,
@@ -176,8 +185,6 @@ class Engine:
 
         ``overrides`` change single fields of ``config``.
         """
-        from vericache_core.config import replace
-
         config = replace(config or EngineConfig(), **overrides)
         device = config.device
         if device == "auto":
@@ -283,7 +290,7 @@ class Engine:
             QueueFull: ``max_queue`` requests wait already.
         """
         with self._lock:
-            company = len(self.loop.requests) + 1
+            company = len(self.loop.live) + 1
             request = self._request(prompt, params or SamplingParams(), compressor, record_logits, company, priority)
             try:
                 self.loop.add(request)
@@ -300,16 +307,16 @@ class Engine:
     def step(self) -> bool:
         """Run one step of everything that was submitted; False when there is nothing left to run."""
         with self._lock:
-            if self.loop.requests:
+            if self.loop.live:
                 self.loop.step()
-            return bool(self.loop.requests)
+            return bool(self.loop.live)
 
     def close(self) -> None:
         """Cancel what runs and give back memory, files and the swap thread."""
         with self._lock:
-            for request in list(self.loop.requests):
+            for request in self.loop.live:
                 self._drop(request)
-            self.loop.background.close()
+            self.loop.close()
             self._ring.close()
 
     def __enter__(self) -> Self:
@@ -330,20 +337,18 @@ class Engine:
         priority: int = 0,
     ) -> Request:
         ids, protected = encode_prompt(prompt, self.tokenizer, self.adapter.vocab_size)
-        self._check_length(len(ids), params)
+        self.check_length(len(ids), params)
         name = self.config.compressor if compressor == _CONFIGURED else compressor
-        chooser = TokenChooser(
-            params, ids, self._eos, self.adapter.vocab_size, None if self.tokenizer is None else self._encode
-        )
-        output = OutputBuffer(params, self._eos, self._decode)
+        remote = name is not None and self.config.full_kv == "remote"
         drafter = None if name is None or params.max_new_tokens < 2 else self._compressor(name)
-        mode = self.planner.mode(
-            None if drafter is None else name, len(ids) + params.max_new_tokens, params.max_new_tokens, company
-        )
-        drafter = None if mode == "plain" else drafter
-        full = self._full_kv(drafter, mode)
-        window = 0 if self.config.window == "auto" else self.config.window
-        request = Request(ids, params, chooser, output, full, drafter, window, priority)
+        mode: RequestMode = "remote"
+        if not remote:
+            mode = self.planner.mode(
+                None if drafter is None else name, len(ids) + params.max_new_tokens, params.max_new_tokens, company
+            )
+        if mode in ("plain", "remote"):  # where the full KV is elsewhere, so is what compresses it
+            drafter = None
+        request = self.make_request(ids, params, self._full_kv(drafter, mode), drafter, priority)
         if drafter is not None and name is not None:
             request.pace = self.planner.pace(request, name, self.loop.company)
         if self.config.proposer == "ngram":
@@ -354,11 +359,36 @@ class Engine:
         request.logits = [] if record else None
         return request
 
+    def make_request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        full: FullKV,
+        compressor: Compressor | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Build a request for whoever drives :attr:`loop` themselves; ``full`` is its empty full KV.
+
+        Raises:
+            ConfigError: the parameters do not fit the model or its tokenizer.
+        """
+        encode = None if self.tokenizer is None else self._encode
+        chooser = TokenChooser(params, ids, self._eos, self.adapter.vocab_size, encode)
+        output = OutputBuffer(params, self._eos, self._decode)
+        window = 0 if self.config.window == "auto" else self.config.window
+        return Request(ids, params, chooser, output, full, compressor, window, priority)
+
     def _compressor(self, name: str) -> Compressor:
-        """A compressor of its own for each request, so that no state can leak between them."""
+        return self.make_compressor(name, self.config.compressor_options() if name == self.config.compressor else {})
+
+    def make_compressor(self, name: str, options: Mapping[str, Any]) -> Compressor:
+        """A compressor of its own for each request, so that no state can leak between them.
+
+        Raises:
+            UnknownCompressorError, OptionError, ConformanceRequiredError, CompressorFault: it cannot be had.
+        """
         if self.config.require_conformant:
             self._require_conformant(name)
-        options = self.config.compressor_options() if name == self.config.compressor else {}
         compressor = self._registry.create(name, options)
         check = getattr(compressor, "check_layers", None)
         try:
@@ -382,11 +412,19 @@ class Engine:
 
     def _full_kv(self, compressor: Compressor | None, mode: str) -> FullKV:
         # Plain decoding needs every row at every step: on another tier it would stream the whole cache per token.
-        tier = self.config.full_kv if mode == "offloaded" else "device"
+        return self.make_full_kv(compressor, self.config.full_kv if mode == "offloaded" else "device")
+
+    def make_full_kv(self, compressor: Compressor | None, tier: str) -> FullKV:
+        """An empty full KV on ``tier``; layers that ``compressor`` declines stay on the device.
+
+        Raises:
+            SwapError: the tier cannot be set up.
+        """
         pinned = uncompressed_layers(self.adapter, compressor)
         return FullKV(self.adapter.layers, self.adapter.device, tier, pinned, self._ring, self.config.swap_dir)
 
-    def _check_length(self, prompt: int, params: SamplingParams) -> None:
+    def check_length(self, prompt: int, params: SamplingParams) -> None:
+        """Raise ``PromptError`` if a prompt of so many tokens and what it may generate do not fit the model."""
         limits = [limit for limit in (self.adapter.max_positions, self.config.max_model_len) if limit is not None]
         if not limits:
             return

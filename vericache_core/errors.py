@@ -106,5 +106,9 @@ class RemoteError(VeriCacheError):
     """The other side of a link refused, broke off or answered with something that makes no sense."""
 
 
+class RemoteRefused(RemoteError):
+    """The other side works and says no: to who asks, to what was asked for, or to asking for more."""
+
+
 class NonFiniteError(VeriCacheError):
     """The model produced NaN (or only -inf) where a token had to be chosen."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,9 @@ from torch import Tensor
 from vericache_core.errors import PayloadError, UnknownCompressorError, UsageError
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedKV, LayerDescriptor, StoredLayer
+
+if TYPE_CHECKING:
+    from vericache_core.compressor import Compressor
 
 MAGIC = b"VCKVP1\r\n"
 FORMAT = 1
@@ -50,11 +53,20 @@ def dump_compressed(compressed: CompressedKV) -> bytes:
     return MAGIC + hashlib.sha256(body).digest() + body
 
 
-def load_compressed(data: bytes) -> CompressedKV:
-    """Bytes -> ``CompressedKV``; the registry provides the compressor that the header names."""
+def load_compressed(
+    data: bytes, create: Callable[[str, Any], Compressor] | None = None, device: torch.device | str = "cpu"
+) -> CompressedKV:
+    """Bytes -> ``CompressedKV`` with its rows on ``device``; ``create`` makes the compressor that the header names.
+
+    By default that is the registry of this process.
+    """
     header, tensors = read_payload(data)
+    if create is None:
+        from vericache_core.plugins.registry import default_registry
+
+        create = default_registry().create
     try:
-        restored = _rebuild(header, tensors)
+        restored = _rebuild(header, tensors, create(header["compressor"], header["options"]), torch.device(device))
         restored.check_integrity()
         extra = header["extra"]
     except (UnknownCompressorError, PayloadError):
@@ -69,10 +81,9 @@ def load_compressed(data: bytes) -> CompressedKV:
     return restored
 
 
-def _rebuild(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CompressedKV:
-    from vericache_core.plugins.registry import default_registry
-
-    compressor = default_registry().create(header["compressor"], header["options"])
+def _rebuild(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], compressor: Compressor, device: torch.device
+) -> CompressedKV:
     stored: list[StoredLayer | None] = []
     descriptors = []
     for index, entry in enumerate(header["layers"]):
@@ -85,7 +96,8 @@ def _rebuild(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Compre
         if len(counts) != descriptor.kv_heads:
             raise ValueError(f"layer {index} has {descriptor.kv_heads} KV heads and {len(counts)} counts")
         surviving = HeadMap.from_storage(counts, header["tokens"], _under(tensors, f"{index}/map/"))
-        stored.append(StoredLayer(descriptor, surviving, _under(tensors, f"{index}/data/"), entry["meta"]))
+        rows = {name: part.to(device) for name, part in _under(tensors, f"{index}/data/").items()}
+        stored.append(StoredLayer(descriptor, surviving, rows, entry["meta"]))
     return compressor.restore(header["tokens"], stored, descriptors)
 
 

@@ -9,13 +9,14 @@ Per layer one of three forms:
   rows beyond its length serve as scratch for drafted rows.
 
 The tail counts rows after the prefix. Drafted rows are provisional: a verify takes them back and the
-verifier's own rows replace them.
+verifier's own rows replace them. Without a full KV here (the verifier is on another machine) every layer has
+pages of its own, and drafted rows of accepted tokens stay as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ from vericache_core.cache.move import Index
 from vericache_core.cache.pages import PagedRows
 from vericache_core.errors import CompressorFault
 from vericache_core.index_map import HeadMap
-from vericache_core.kv import CompressedKV, CompressedLayer, PlainLayer, PrefixView, storage_bytes
+from vericache_core.kv import CompressedKV, CompressedLayer, LayerDescriptor, PlainLayer, PrefixView, storage_bytes
 
 
 class DraftKV:
-    """Build with :meth:`build`; attributes are for reading.
+    """Build with :meth:`build`, or layer by layer with :meth:`receive`; attributes are for reading.
 
     Attributes:
         prefix_tokens: tokens of the prefix.
@@ -37,8 +38,14 @@ class DraftKV:
         drafted: provisional rows after the tail.
     """
 
-    def __init__(self, full: FullKV, compressed: CompressedKV) -> None:
-        self._full = full
+    def __init__(
+        self,
+        layers: Sequence[LayerDescriptor],
+        device: torch.device,
+        compressed: CompressedKV,
+        full: FullKV | None = None,
+    ) -> None:
+        self._layers, self._device, self._full = tuple(layers), device, full
         self.compressor = compressed.compressor
         self._header = dataclasses.replace(compressed, layers=())
         self.prefix_tokens = compressed.tokens
@@ -67,33 +74,75 @@ class DraftKV:
             compressed.check_integrity()
         except ValueError as error:
             raise CompressorFault(f"{compressed.compressor} returned a broken surviving-index map", cause=str(error)) from error
-        draft = cls(full, compressed)
+        draft = cls(full.layers, full.device, compressed, full)
         for index in compressed_layers:
             layer = compressed.layers[index]
             if layer is None:
                 raise CompressorFault(f"{compressed.compressor} supports layer {index} but did not compress it")
             draft._add(index, layer)
+            if isinstance(layer, PlainLayer):
+                keys, values = full.read(index, 0, full.tokens)
+                draft._fill(index, lambda h, at, k=keys, v=values: (k[h].index_select(0, at), v[h].index_select(0, at)))
         return draft
 
+    def receive(self, index: int, layer: CompressedLayer) -> None:
+        """Take in one layer where there is no full KV: plain survivors are its own, checked by who received them.
+
+        Raises:
+            CompressorFault: it does not fit the model.
+        """
+        assert self._full is None
+        if layer.tokens != self.prefix_tokens:
+            raise CompressorFault(f"layer {index} stands for {layer.tokens} tokens, the prefix has {self.prefix_tokens}")
+        self._add(index, layer)
+        if isinstance(layer, PlainLayer):
+            self._fill(index, lambda head, _: layer.head(head))
+
+    def receive_exact(self, index: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take in the exact rows from ``first`` to the end of the prefix of a layer that the compressor declined.
+
+        ``keys`` is ``[kv_heads, n, head_dim]``, ``values`` ``[kv_heads, n, value_dim]``.
+        """
+        assert self._full is None
+        descriptor = self._layers[index]
+        pages = self._pages[index] = PagedRows(descriptor, self._device)
+        self._maps[index] = HeadMap.everything(self.prefix_tokens, descriptor.kv_heads)
+        pages.write(np.full(descriptor.kv_heads, first, dtype=np.int64), keys.to(self._device), values.to(self._device))
+        pages.lengths = np.full(descriptor.kv_heads, self.prefix_tokens, dtype=np.int64)
+        pages.release_before(first)
+
+    def twin(self) -> DraftKV:
+        """Another draft KV of the same prefix, for another request; full pages and codes are shared, not copied."""
+        assert self._full is None
+        assert self.tail == self.drafted == 0, "only a prefix can be shared"
+        other = DraftKV(self._layers, self._device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
+        other._coded, other._maps = dict(self._coded), dict(self._maps)
+        for index, pages in self._pages.items():
+            other._pages[index] = PagedRows(self._layers[index], self._device)
+            other._pages[index].begin_with(pages, pages.lengths)
+        return other
+
     def _add(self, index: int, layer: CompressedLayer) -> None:
-        descriptor = self._full.layers[index]
+        """Take in the map and the codes of a layer; :meth:`_fill` its rows if it is plain."""
+        descriptor = self._layers[index]
         if layer.surviving.kv_heads != descriptor.kv_heads:
             raise CompressorFault(
                 f"{self.compressor}: layer {index} maps {layer.surviving.kv_heads} KV heads",
                 cause=f"the model has {descriptor.kv_heads}",
             )
-        pages = PagedRows(descriptor, self._full.device)
+        pages = PagedRows(descriptor, self._device)
         # A map of our own: the full KV is put together from what it says, and a plugin may still hold the other one.
         surviving = HeadMap([layer.surviving.head(h) for h in range(descriptor.kv_heads)], layer.surviving.tokens)
         self._pages[index], self._maps[index] = pages, surviving
         if not isinstance(layer, PlainLayer):
             self._coded[index] = layer
-            return
-        keys, values = self._full.read(index, 0, self.prefix_tokens)
+
+    def _fill(self, index: int, rows: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Store the surviving rows; ``rows(head, positions)`` gives ``(keys [n, head_dim], values [n, value_dim])``."""
+        pages, surviving = self._pages[index], self._maps[index]
         pages.reserve(max(surviving.counts))
-        for head in range(descriptor.kv_heads):
-            at = surviving.head(head).to(keys.device)
-            pages.put_head(head, keys[head].index_select(0, at), values[head].index_select(0, at))
+        for head in range(surviving.kv_heads):
+            pages.put_head(head, *rows(head, surviving.head(head).to(self._device)))
         pages.lengths = np.array(surviving.counts, dtype=np.int64)
 
     @property
@@ -115,6 +164,7 @@ class DraftKV:
         if index in self._pages:
             pages = self._pages[index]
             return pages, pages.lengths, self._coded.get(index)
+        assert self._full is not None
         pages = self._full.device_pages(index)
         return pages, pages.lengths + self.drafted, None
 
@@ -127,11 +177,19 @@ class DraftKV:
         for pages in self._pages.values():
             pages.grow_lengths(rows)
 
-    def retract(self) -> None:
-        """Take every provisional row back."""
+    def retract(self, rows: int | None = None) -> None:
+        """Take the newest ``rows`` provisional rows back, by default every one."""
+        rows = self.drafted if rows is None else rows
+        assert rows <= self.drafted
         for pages in self._pages.values():
-            pages.rollback(self.drafted)
-        self.drafted = 0
+            pages.rollback(rows)
+        self.drafted -= rows
+
+    def keep(self, rows: int) -> None:
+        """Let the oldest ``rows`` provisional rows be part of the tail as they are (no full KV here to replace them)."""
+        assert self._full is None
+        assert rows <= self.drafted
+        self.tail, self.drafted = self.tail + rows, self.drafted - rows
 
     def accept(self, rows: int) -> None:
         """Count ``rows`` exact rows that a verify step wrote at the end of the tail."""
@@ -142,7 +200,7 @@ class DraftKV:
 
     def current(self) -> CompressedKV:
         """The compressed prefix as the compressor knows it, for ``extend``; plain rows are copied out."""
-        layers: list[CompressedLayer | None] = [None] * len(self._full.layers)
+        layers: list[CompressedLayer | None] = [None] * len(self._layers)
         for index, pages in self._pages.items():
             surviving = self._maps[index]
             if index in self._coded:
@@ -167,7 +225,7 @@ class DraftKV:
             parts = [pages.rows(int(first[h]), int(pages.lengths[h]), h) for h in range(len(first))]
             return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
-        return PrefixView(self._full.layers, range(self.tail), read, start=self.prefix_tokens)
+        return PrefixView(self._layers, range(self.tail), read, start=self.prefix_tokens)
 
     def fold(self, extended: CompressedKV) -> bool:
         """Make ``extended`` (prefix plus tail) the new prefix without touching the full KV.
@@ -231,4 +289,4 @@ class DraftKV:
                 self.drafted,
             )
             assert self._maps[index].tokens == self.prefix_tokens
-        assert self.prefix_tokens + self.tail == self._full.tokens
+        assert self._full is None or self.prefix_tokens + self.tail == self._full.tokens

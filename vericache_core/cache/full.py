@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +83,22 @@ class FullKV:
         for pages in self._device.values():
             if pages.layer.kind == "full":
                 pages.reserve(rows)
+
+    def begin_with(self, source: Callable[[int], PagedRows], rows: int) -> None:
+        """Start with ``rows`` exact rows that others hold (layer number -> pages); only while this is empty.
+
+        On layers of the device whole pages are shared with the source; see :meth:`PagedRows.begin_with`.
+
+        Raises:
+            SwapError: the tier could not be written.
+        """
+        assert self.tokens == 0, "rows are held already"
+        for index, pages in self._device.items():
+            pages.begin_with(source(index), np.full(self.layers[index].kv_heads, rows, dtype=np.int64))
+        for index in self._offloaded:
+            assert self._store is not None
+            self._store.write(self.layers[index], 0, rows, source(index))
+        self.tokens = rows
 
     @property
     def offloaded(self) -> tuple[int, ...]:

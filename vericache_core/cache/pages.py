@@ -29,10 +29,14 @@ def pages_for(rows: int) -> int:
 
 @dataclass(slots=True)
 class Extent:
-    """``keys [pages, kv_heads, head_dim, PAGE]`` and ``values [pages, kv_heads, PAGE, value_dim]``."""
+    """``keys [pages, kv_heads, head_dim, PAGE]`` and ``values [pages, kv_heads, PAGE, value_dim]``.
+
+    ``shared`` pages belong to other rows, which count their bytes.
+    """
 
     keys: Tensor
     values: Tensor
+    shared: bool = False
 
     @classmethod
     def allocate(cls, layer: LayerDescriptor, pages: int, device: torch.device, *, pinned: bool = False) -> Extent:
@@ -52,7 +56,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
+        return 0 if self.shared else self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
 
 def by_page(layer: LayerDescriptor, keys: memoryview, values: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
@@ -128,6 +132,29 @@ class PagedRows:
             self._pages, self.first_row = pages, pages * PAGE
             self.key_addresses = np.zeros(pages, dtype=np.int64)
             self.value_addresses = np.zeros(pages, dtype=np.int64)
+
+    def begin_with(self, other: PagedRows, lengths: npt.NDArray[np.int64]) -> None:
+        """Start with the first ``lengths`` (int64 ``[kv_heads]``) rows of ``other``; only while nothing is held.
+
+        Pages full of them are shared, not copied: rows are append only, so nobody may write to them again, and
+        ``other`` must not go back behind them. The page that the rows end in is copied.
+        """
+        assert not self._pages, "these rows hold pages already"
+        whole = int(lengths.min()) // PAGE
+        for first, extent in other._extents:
+            if first >= whole:
+                break
+            if extent is not None:
+                taken = min(extent.pages, whole - first)
+                self.adopt(Extent(extent.keys[:taken], extent.values[:taken], shared=True))
+                continue
+            if not self._pages:  # released: one gap up to the first row that is left
+                self.skip(pages_for(other.first_row))
+        self.reserve(int(lengths.max()))
+        for number in range(max(whole, self.first_row // PAGE), pages_for(int(lengths.max()))):
+            for mine, theirs in zip(self.page(number), other.page(number), strict=True):
+                mine.copy_(theirs)
+        self.lengths = lengths.copy()
 
     def page(self, number: int) -> tuple[Tensor, Tensor]:
         """``(keys [kv_heads, head_dim, PAGE], values [kv_heads, PAGE, value_dim])``, views."""

@@ -24,7 +24,7 @@ from vericache_core.runtime.request import Request
 from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.ticket import Ticket
-from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, TileAttention
+from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, run_tile
 
 MOST_IDLE = 1000
 """Plans in a row that may hold nothing to run, and nothing to wait for."""
@@ -110,6 +110,15 @@ class StepLoop:
         if not self.requests:
             self.ring.trim()
         self.observer.removed(self)
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests that are in, wherever they are worked on."""
+        return list(self.requests)
+
+    def close(self) -> None:
+        """Stop the threads; requests must have gone."""
+        self.background.close()
 
     @property
     def queued(self) -> int:
@@ -264,18 +273,14 @@ class StepLoop:
 
     def _forward(self, segments: Sequence[Segment[Request]], observe: Observer) -> tuple[Tensor, int]:
         """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
-        tokens = [token for segment in segments for token in segment.want.tokens[: segment.count]]
-        positions = [segment.want.position + i for segment in segments for i in range(segment.count)]
         authoritative = [segment for segment in segments if segment.want.phase != "draft"]
-        wanted = any(segment.want.phase != "prefill" or segment.count == len(segment.want.tokens) for segment in segments)
-        tile = TileAttention(self.adapter.layers, segments, self._attend, observe)
         try:
             for segment in authoritative:
                 try:
                     segment.request.full.open(segment.count, segment.request.draft)
                 except SwapError as error:
                     raise StepFault(segment.request, error) from error
-            logits = self.adapter.step(tokens, positions, tile, logits=wanted)
+            logits = run_tile(self.adapter, segments, self._attend, observe)
             return logits, self.ring.nbytes
         finally:
             for segment in authoritative:

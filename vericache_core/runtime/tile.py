@@ -12,7 +12,7 @@ from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import LayerDescriptor
-from vericache_core.model.adapter import layer_index
+from vericache_core.model.adapter import ModelAdapter, layer_index
 from vericache_core.runtime.request import Request, describe
 from vericache_core.runtime.segments import Segment
 
@@ -84,6 +84,21 @@ class TileAttention:
         if request.draft is not None and layer in request.draft.compressed_layers():
             pages, base, _ = request.draft.layer(layer)
             pages.write(base, key.transpose(0, 1), value.transpose(0, 1))
+
+
+def run_tile(
+    adapter: ModelAdapter, segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
+) -> Tensor:
+    """One model step over ``segments``; full KV that it touches must be open. Returns logits ``[rows, vocab]``.
+
+    Raises:
+        StepFault: something of one request failed; nothing of the step counts.
+    """
+    tokens = [token for segment in segments for token in segment.want.tokens[: segment.count]]
+    positions = [segment.want.position + i for segment in segments for i in range(segment.count)]
+    wanted = any(segment.want.phase != "prefill" or segment.count == len(segment.want.tokens) for segment in segments)
+    tile = TileAttention(adapter.layers, segments, attend, observe)
+    return adapter.step(tokens, positions, tile, logits=wanted)
 
 
 class _Guarded:
