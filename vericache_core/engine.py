@@ -149,7 +149,7 @@ class Engine:
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
         self._lock = threading.RLock()
         # What runs here although the full KV is elsewhere (a plain request, recovery) has its own on the device.
-        local = replace(self.config, full_kv="device") if self.config.full_kv == "remote" else self.config
+        local = replace(self.config, full_kv="device", remote=None) if self.config.full_kv == "remote" else self.config
         self.planner = Planner(
             local,
             self.adapter,
@@ -158,6 +158,9 @@ class Engine:
         )
         make_loop: Callable[..., StepLoop] = StepLoop
         if self.config.full_kv == "remote":
+            from vericache_core.remote import require_grpc
+
+            require_grpc()
             from vericache_core.remote.loop import RemoteLoop
 
             make_loop = RemoteLoop.connected(self)

@@ -45,7 +45,7 @@ class DraftKV:
         compressed: CompressedKV,
         full: FullKV | None = None,
     ) -> None:
-        self._layers, self._device, self._full = tuple(layers), device, full
+        self._layers, self.device, self._full = tuple(layers), device, full
         self.compressor = compressed.compressor
         self._header = dataclasses.replace(compressed, layers=())
         self.prefix_tokens = compressed.tokens
@@ -105,9 +105,9 @@ class DraftKV:
         """
         assert self._full is None
         descriptor = self._layers[index]
-        pages = self._pages[index] = PagedRows(descriptor, self._device)
+        pages = self._pages[index] = PagedRows(descriptor, self.device)
         self._maps[index] = HeadMap.everything(self.prefix_tokens, descriptor.kv_heads)
-        pages.write(np.full(descriptor.kv_heads, first, dtype=np.int64), keys.to(self._device), values.to(self._device))
+        pages.write(np.full(descriptor.kv_heads, first, dtype=np.int64), keys.to(self.device), values.to(self.device))
         pages.lengths = np.full(descriptor.kv_heads, self.prefix_tokens, dtype=np.int64)
         pages.release_before(first)
 
@@ -115,10 +115,10 @@ class DraftKV:
         """Another draft KV of the same prefix, for another request; full pages and codes are shared, not copied."""
         assert self._full is None
         assert self.tail == self.drafted == 0, "only a prefix can be shared"
-        other = DraftKV(self._layers, self._device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
+        other = DraftKV(self._layers, self.device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
         other._coded, other._maps = dict(self._coded), dict(self._maps)
         for index, pages in self._pages.items():
-            other._pages[index] = PagedRows(self._layers[index], self._device)
+            other._pages[index] = PagedRows(self._layers[index], self.device)
             other._pages[index].begin_with(pages, pages.lengths)
         return other
 
@@ -130,7 +130,7 @@ class DraftKV:
                 f"{self.compressor}: layer {index} maps {layer.surviving.kv_heads} KV heads",
                 cause=f"the model has {descriptor.kv_heads}",
             )
-        pages = PagedRows(descriptor, self._device)
+        pages = PagedRows(descriptor, self.device)
         # A map of our own: the full KV is put together from what it says, and a plugin may still hold the other one.
         surviving = HeadMap([layer.surviving.head(h) for h in range(descriptor.kv_heads)], layer.surviving.tokens)
         self._pages[index], self._maps[index] = pages, surviving
@@ -142,7 +142,7 @@ class DraftKV:
         pages, surviving = self._pages[index], self._maps[index]
         pages.reserve(max(surviving.counts))
         for head in range(surviving.kv_heads):
-            pages.put_head(head, *rows(head, surviving.head(head).to(self._device)))
+            pages.put_head(head, *rows(head, surviving.head(head).to(self.device)))
         pages.lengths = np.array(surviving.counts, dtype=np.int64)
 
     @property

@@ -20,6 +20,8 @@ from vericache_core.errors import RemoteError
 MAGIC: Final = b"VCR1"
 PROTOCOL: Final = 1
 """Version of everything that crosses the link; sides of different versions refuse each other by name."""
+SERVICE: Final = "vericache.Store"
+"""Name of the gRPC service."""
 MOST_HEADER: Final = 1 << 18
 CHUNK: Final = 1 << 18
 """Bytes of payload in a part of a blob: small enough that a verdict is never far behind one."""
@@ -136,6 +138,6 @@ class RunningDigest:
     def after(self, ids: Sequence[int]) -> tuple[RunningDigest, str]:
         """``(digest object, hex)`` after ``ids`` more; this one stays as it is."""
         other = RunningDigest(())
-        other._hash = self._hash.copy()  # noqa: SLF001  # its own class
-        other._hash.update(ids_to_bytes(ids))  # noqa: SLF001
-        return other, other._hash.hexdigest()  # noqa: SLF001
+        other._hash = self._hash.copy()  # its own class
+        other._hash.update(ids_to_bytes(ids))
+        return other, other._hash.hexdigest()

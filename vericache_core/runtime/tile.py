@@ -86,9 +86,7 @@ class TileAttention:
             pages.write(base, key.transpose(0, 1), value.transpose(0, 1))
 
 
-def run_tile(
-    adapter: ModelAdapter, segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
-) -> Tensor:
+def run_tile(adapter: ModelAdapter, segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer) -> Tensor:
     """One model step over ``segments``; full KV that it touches must be open. Returns logits ``[rows, vocab]``.
 
     Raises:

@@ -1,0 +1,251 @@
+"""The store's gRPC service: raw bytes in, raw bytes out, everything about tokens left to the verifier.
+
+Methods (``/vericache.Store/<name>``): ``hello`` compares what both sides run; ``open`` makes a session and streams its
+first verdict (all verdicts, where the store generates); ``prefix`` and ``rows`` stream compressed and full KV;
+``verify`` answers drafts; ``close`` ends a session; ``echo`` returns bytes, to measure the link.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import queue
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+
+from vericache_core.engine import Engine
+from vericache_core.errors import RemoteError, RemoteRefused, UsageError, VeriCacheError
+from vericache_core.remote.auth import Guard
+from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, Message, decode, ids_from_bytes
+from vericache_core.remote.identity import Facts, facts_of, refuse_differences
+from vericache_core.remote.layers import missing_blob, parts
+from vericache_core.remote.limits import Limits
+from vericache_core.remote.verifier import Ask, Session, Verifier
+from vericache_core.runtime.sampling_params import SamplingParams
+
+log = logging.getLogger("vericache.remote")
+BEAT: Final = 1.0
+"""Seconds between signs of life while a prefix is computed."""
+MOST_ECHO: Final = 4 << 20
+T = TypeVar("T")
+
+
+class StoreServer:
+    """Serves one engine on ``address``.
+
+    Args:
+        engine: owned from now on; :meth:`stop` closes it.
+        address: ``HOST:PORT``; port 0 takes a free one.
+        guard: lets callers in.
+        credentials: TLS, or ``None``.
+        limits: what is taken on.
+
+    Raises:
+        UsageError: the address cannot be had.
+    """
+
+    def __init__(
+        self, engine: Engine, address: str, guard: Guard, credentials: Any = None, limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
+        self._engine, self._guard = engine, guard
+        self.facts: Facts = facts_of(engine)
+        self.verifier = Verifier(engine, self.limits)
+        options = [
+            ("grpc.max_receive_message_length", MOST_MESSAGE),
+            ("grpc.max_send_message_length", MOST_MESSAGE),
+            ("grpc.max_metadata_size", 8192),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.server(
+            ThreadPoolExecutor(min(self.limits.calls, self.limits.sessions + 32), "vericache-store"),
+            interceptors=[guard],
+            options=options,
+            maximum_concurrent_rpcs=self.limits.calls,
+        )
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers = {
+            "hello": unary(self._answering(self._hello)),
+            "open": stream(self._streaming(self._open)),
+            "prefix": stream(self._streaming(self._prefix)),
+            "rows": stream(self._streaming(self._rows)),
+            "verify": unary(self._answering(self._verify)),
+            "close": unary(self._answering(self._close)),
+            "echo": unary(self._answering(self._echo)),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            self.verifier.close()
+            raise UsageError(f"cannot listen on {address}", cause=str(error).splitlines()[0]) from error
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._server.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the server has stopped, or for ``seconds``; True if time ran out."""
+        return bool(self._server.wait_for_termination(seconds))
+
+    def stop(self, grace: float | None = None) -> None:
+        """Take no new calls, give those under way ``grace`` seconds, and let everything go."""
+        self._server.stop(grace).wait()
+        self.verifier.close()
+        self._engine.close()
+
+    # -- methods -------------------------------------------------------------------------------------
+
+    def _hello(self, message: Message, _tenant: str, _context: Any) -> Message:
+        refuse_differences(self.facts, message.table("facts"))
+        return Message("welcome", {"facts": self.facts, "tokens": self.limits.tokens, "drafts": self.limits.drafts})
+
+    def _echo(self, message: Message, _tenant: str, _context: Any) -> Message:
+        return Message("echo", {}, bytes(message.number("bytes", 0, MOST_ECHO)))
+
+    def _open(self, message: Message, tenant: str, context: Any) -> Iterator[Message]:
+        ask = self._ask(message, tenant)
+        prefix = yield from self._waiting(self.verifier.prepare(ask), context, self.verifier.release)
+        session = yield from self._waiting(self.verifier.open(ask, prefix), context, self.verifier.close_session)
+        delivered = False
+
+        def ended() -> None:
+            if session.generate or not delivered:
+                self.verifier.close_session(session)
+
+        if not context.add_callback(ended):
+            ended()
+            return
+        sizes = [len(blob.data) for blob in prefix.blobs]
+        full_bytes = sum(layer.token_bytes for layer in self._engine.adapter.layers) * prefix.tokens
+        facts = {"session": session.number, "tokens": prefix.tokens, "bytes": sum(sizes), "full_bytes": full_bytes}
+        yield Message("opened", facts)
+        if session.generate:
+            yield from self._generated(session, context)
+            return
+        verdict = yield from self._waiting(session.first, context, lambda _: None)
+        delivered = True
+        yield verdict
+
+    def _generated(self, session: Session, context: Any) -> Iterator[Message]:
+        while context.is_active():
+            try:
+                answer = session.stream.get(timeout=BEAT)
+            except queue.Empty:
+                yield Message("beat", {})
+                continue
+            if isinstance(answer, VeriCacheError):
+                raise answer
+            yield answer
+            if answer.fields["finish"] is not None:
+                return
+
+    def _prefix(self, message: Message, tenant: str, _context: Any) -> Iterator[Message]:
+        session = self.verifier.find(tenant, message.text("session", 64))
+        for part in parts(enumerate(session.prefix.blobs)):
+            self.verifier.touch(session)
+            yield part
+
+    def _rows(self, message: Message, tenant: str, _context: Any) -> Iterator[Message]:
+        session = self.verifier.find(tenant, message.text("session", 64))
+        prefix = session.prefix
+        maps = prefix.maps if message.number("compressed", 0, 1) else {}
+        blobs = (
+            (layer, missing_blob(prefix.full, layer, maps.get(layer))) for layer in range(len(self._engine.adapter.layers))
+        )
+        for part in parts(blobs):
+            self.verifier.touch(session)
+            yield part
+
+    def _verify(self, message: Message, tenant: str, context: Any) -> Message:
+        session = self.verifier.find(tenant, message.text("session", 64))
+        drafts = message.numbers("drafts", 0, self._engine.adapter.vocab_size - 1, self.limits.drafts)
+        seq, base = message.number("seq", 0, 1 << 40), message.number("base", 0, self.limits.tokens)
+        return self.verifier.verify(session, seq, base, drafts).result(context.time_remaining())
+
+    def _close(self, message: Message, tenant: str, _context: Any) -> Message:
+        self.verifier.close_session(self.verifier.find(tenant, message.text("session", 64)))
+        return Message("closed", {})
+
+    def _ask(self, message: Message, tenant: str) -> Ask:
+        refuse_differences(self.facts, message.table("facts"))
+        ids = ids_from_bytes(message.payload, self._engine.adapter.vocab_size, self.limits.tokens)
+        if len(ids) < 2:
+            raise RemoteRefused("a prompt of fewer than two tokens has no prefix to share")
+        params = SamplingParams.from_mapping(message.table("params"))
+        if len(ids) + params.max_new_tokens > self.limits.tokens:
+            raise RemoteRefused(f"more than {self.limits.tokens} tokens with the answer", hint="the store takes no longer ones")
+        self._engine.check_length(len(ids), params)
+        name = message.fields.get("compressor")
+        compressor = None if name is None else message.text("compressor", 256)
+        return Ask(
+            tenant,
+            tuple(ids),
+            message.number("prefix", 1, len(ids) - 1),
+            compressor,
+            message.table("options"),
+            params,
+            bool(message.number("generate", 0, 1)),
+            bool(message.number("stateless", 0, 1)),
+        )
+
+    # -- around methods ------------------------------------------------------------------------------
+
+    def _waiting(self, future: Future[T], context: Any, undo: Callable[[T], Any]) -> Generator[Message, None, T]:
+        """Wait with signs of life; when the client goes meanwhile, what comes of it is undone."""
+        try:
+            while context.is_active():
+                try:
+                    return future.result(BEAT)
+                except concurrent.futures.TimeoutError:
+                    done, total = self.verifier.progress()
+                    yield Message("beat", {"done": done, "total": total})
+        except GeneratorExit:
+            _undo_later(future, undo)
+            raise
+        _undo_later(future, undo)
+        raise RemoteError("the client has gone")
+
+    def _answering(self, method: Callable[[Message, str, Any], Message]) -> Callable[[bytes, Any], bytes]:
+        def answer(data: bytes, context: Any) -> bytes:
+            try:
+                return method(decode(data), self._guard.caller(context), context).encode()
+            except concurrent.futures.TimeoutError:
+                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")
+            except VeriCacheError as error:
+                _abort(context, error)
+            raise AssertionError("abort raises")
+
+        return answer
+
+    def _streaming(self, method: Callable[[Message, str, Any], Iterator[Message]]) -> Callable[[bytes, Any], Iterator[bytes]]:
+        def answer(data: bytes, context: Any) -> Iterator[bytes]:
+            try:
+                for message in method(decode(data), self._guard.caller(context), context):
+                    yield message.encode()
+            except VeriCacheError as error:
+                _abort(context, error)
+
+        return answer
+
+
+def _undo_later(future: Future[T], undo: Callable[[T], Any]) -> None:
+    future.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+
+
+def _abort(context: Any, error: VeriCacheError) -> NoReturn:
+    if isinstance(error, RemoteRefused):
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    elif isinstance(error, UsageError):
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    else:
+        code = grpc.StatusCode.INTERNAL
+    text = str(error).encode("utf-8", "replace")[:2000].decode("utf-8", "ignore")  # it travels in a header
+    context.abort(code, text)
+    raise AssertionError("abort raises")

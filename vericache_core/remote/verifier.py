@@ -1,0 +1,379 @@
+"""The store's engine: one thread that prefills prefixes, verifies the drafts of all sessions, and owns every token.
+
+Sessions are ordinary requests of the engine's step loop. A session is in the loop while there is something to compute
+and out of it while its drafts are on their way, so verifies that arrive together share a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from vericache_core.engine import Engine
+from vericache_core.errors import CompressorFault, RemoteError, RemoteRefused, VeriCacheError
+from vericache_core.kv import PlainLayer
+from vericache_core.remote.frames import Message, RunningDigest
+from vericache_core.remote.layers import compressed_blobs
+from vericache_core.remote.limits import Limits
+from vericache_core.remote.shelf import Prefix, Shelf, prefix_key
+from vericache_core.runtime.output import TokenLogprobs
+from vericache_core.runtime.request import Request
+from vericache_core.runtime.sampling_params import SamplingParams
+
+log = logging.getLogger("vericache.remote")
+T = TypeVar("T")
+_TICK: Final = 0.2
+"""Seconds between two looks for silent sessions while nothing happens."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a client wants to open.
+
+    Attributes:
+        tenant: who asks.
+        ids: prompt.
+        prefix: tokens of it that are shared; fewer than all.
+        compressor, options: what the prefix is compressed with; None if it is not to be sent.
+        generate: the store generates by itself, without drafts.
+        stateless: its full KV comes from the store's slower tier for every verify instead of staying on the device.
+    """
+
+    tenant: str
+    ids: tuple[int, ...]
+    prefix: int
+    compressor: str | None
+    options: Mapping[str, Any]
+    params: SamplingParams
+    generate: bool = False
+    stateless: bool = False
+
+
+@dataclass(eq=False)
+class Session:
+    """One request of one client.
+
+    Attributes:
+        told: generated tokens that the client was told of; ``seq`` counts the verdicts that told it.
+        first: the first verdict.
+        last: the newest question and its answer, for a client that asks again because the answer was lost.
+        waiting, due: who waits for the next verdict, and what was asked.
+        stream: verdicts of a session that generates by itself.
+    """
+
+    number: str
+    tenant: str
+    prefix: Prefix
+    request: Request
+    digest: RunningDigest
+    generate: bool
+    seen: float
+    reserved: int
+    first: Future[Message] = field(default_factory=Future)
+    told: int = 0
+    seq: int = 0
+    last: tuple[tuple[int, int, tuple[int, ...]], Message] | None = None
+    waiting: Future[Message] | None = None
+    due: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+    stream: queue.SimpleQueue[Message | VeriCacheError] = field(default_factory=queue.SimpleQueue)
+
+
+class Verifier:
+    """See the module's docstring. Methods may be called from any thread; they return futures.
+
+    Args:
+        engine: nobody else may use it from now on.
+        limits: what is taken on.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self.shelf = Shelf(limits.prefix_bytes)
+        self.sessions: dict[str, Session] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._preparing: dict[int, tuple[Request, str, list[Future[Prefix]]]] = {}
+        self._by_request: dict[int, Session] = {}
+        self._thread = threading.Thread(target=self._run, name="vericache-verifier", daemon=True)
+        self._thread.start()
+
+    # -- called from other threads -------------------------------------------------------------------
+
+    def prepare(self, ask: Ask) -> Future[Prefix]:
+        """Have the prefix ready: from the shelf, or by a prefill; its user count is one higher when it comes."""
+        result: Future[Prefix] = Future()
+        self._submit(result, lambda: self._prepare(ask, result))
+        return result
+
+    def progress(self) -> tuple[int, int]:
+        """Prompt rows that are computed, and those that are to be, of everything under way."""
+        requests = [request for request, _, _ in list(self._preparing.values())]
+        return sum(request.full.tokens for request in requests), sum(request.prompt_tokens for request in requests)
+
+    def open(self, ask: Ask, prefix: Prefix) -> Future[Session]:
+        """Make a session on a prefix that :meth:`prepare` gave; its first verdict comes by :meth:`first`."""
+        return self._call(lambda: self._open(ask, prefix))
+
+    def release(self, prefix: Prefix) -> Future[None]:
+        """Undo the count of a :meth:`prepare` whose prefix no session was opened on."""
+        return self._call(lambda: self._release(prefix))
+
+    def find(self, tenant: str, number: str) -> Session:
+        """The session of this tenant; raises ``RemoteRefused`` for any other."""
+        session = self.sessions.get(number)
+        if session is None or session.tenant != tenant:
+            raise RemoteRefused("no such session", hint="it has ended, or was silent for too long")
+        session.seen = time.monotonic()
+        return session
+
+    def touch(self, session: Session) -> None:
+        """Whoever leans on the prefix of ``session`` is alive while it is on its way; raises if that one has ended."""
+        self.find(session.tenant, session.number)
+        now = time.monotonic()
+        for other in list(self.sessions.values()):
+            if other.prefix is session.prefix:
+                other.seen = now
+
+    def verify(self, session: Session, seq: int, base: int, drafts: Sequence[int]) -> Future[Message]:
+        """Verify ``drafts`` behind ``base`` committed tokens; a repeated question gets the same answer again."""
+        result: Future[Message] = Future()
+        self._submit(result, lambda: self._verify(session, (seq, base, tuple(drafts)), result))
+        return result
+
+    def close_session(self, session: Session) -> Future[None]:
+        """End a session and give its memory back."""
+        return self._call(lambda: self._drop(session))
+
+    def close(self) -> None:
+        """Stop the thread; whoever waits gets an error."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _call(self, action: Callable[[], T]) -> Future[T]:
+        result: Future[T] = Future()
+        self._submit(result, lambda: result.set_result(action()))
+        return result
+
+    def _submit(self, result: Future[T], action: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                action()
+            except VeriCacheError as error:
+                result.set_exception(error)
+            except Exception as error:
+                log.exception("the store failed")
+                result.set_exception(VeriCacheError("the store failed", cause=type(error).__name__))
+
+        self._commands.put(run)
+
+    # -- on the engine's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        loop = self.engine.loop
+        while True:
+            try:
+                command = self._commands.get(block=not loop.requests, timeout=None if loop.requests else _TICK)
+            except queue.Empty:
+                command = _nothing
+            if command is None:
+                break
+            command()
+            if loop.requests and self._commands.empty():
+                try:
+                    loop.step()
+                    self._settle()
+                except Exception as error:
+                    log.exception("a step of the store failed")
+                    self._drop_all(RemoteError("a step of the store failed", cause=type(error).__name__))
+            self._reap()
+        self._drop_all(RemoteError("the store is closing"))
+        self.shelf.clear()
+
+    def _drop_all(self, error: VeriCacheError) -> None:
+        """End everything under way; nobody may be left waiting."""
+        for session in list(self.sessions.values()):
+            self._drop(session, error)
+        for request, _, waiters in self._preparing.values():
+            self.engine.loop.remove(request)
+            for waiter in waiters:
+                waiter.set_exception(error)
+        self._preparing.clear()
+
+    def _prepare(self, ask: Ask, result: Future[Prefix]) -> None:
+        ids = ask.ids[: ask.prefix]
+        key = prefix_key(ask.tenant, ids, ask.compressor, ask.options)
+        found = self.shelf.get(key)
+        if found is not None:
+            found.users += 1
+            result.set_result(found)
+            return
+        for _, other, waiters in self._preparing.values():
+            if other == key:
+                waiters.append(result)
+                return
+        compressor = None if ask.compressor is None else self.engine.make_compressor(ask.compressor, ask.options)
+        # One token more than is of use: the request must still be there, with its caches, when its prefix is done.
+        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        request = self.engine.make_request(ids, params, self.engine.make_full_kv(compressor, "device"), compressor)
+        request.metrics.compressor = ask.compressor
+        self.engine.loop.add(request)
+        self._preparing[request.number] = (request, key, [result])
+
+    def _open(self, ask: Ask, prefix: Prefix) -> Session:
+        try:
+            reserved = self._check_room(ask, prefix)
+            tier = "device"
+            if ask.stateless:
+                tier = self.engine.config.full_kv if self.engine.config.full_kv in {"host", "disk"} else "host"
+            full = self.engine.make_full_kv(None, tier)
+            full.begin_with(prefix.full.device_pages, prefix.tokens)
+            request = self.engine.make_request(ask.ids, ask.params, full)
+            if not request.finished:
+                self.engine.loop.add(request)
+        except VeriCacheError:
+            self._release(prefix)
+            raise
+        number, now = secrets.token_hex(16), time.monotonic()
+        session = Session(number, ask.tenant, prefix, request, RunningDigest(ask.ids), ask.generate, now, reserved)
+        session.waiting = session.first
+        self.sessions[number] = self._by_request[request.number] = session
+        if request.finished:  # nothing was asked for
+            self._answer(session)
+        return session
+
+    def _check_room(self, ask: Ask, prefix: Prefix) -> int:
+        """Bytes of KV that the session takes beyond its prefix; raises ``RemoteRefused`` where there is no room."""
+        limits = self.limits
+        mine = sum(1 for session in self.sessions.values() if session.tenant == ask.tenant)
+        if len(self.sessions) >= limits.sessions or mine >= limits.tenant_sessions:
+            raise RemoteRefused("the store holds as many sessions as it may", hint="close some, or try again later")
+        per_token = sum(layer.token_bytes for layer in self.engine.adapter.layers)
+        fresh = (len(ask.ids) + ask.params.max_new_tokens - (0 if ask.stateless else prefix.tokens)) * per_token
+        held = sum(session.reserved for session in self.sessions.values() if not session.request.finished)
+        if held + fresh > limits.session_bytes:
+            raise RemoteRefused("the store has no room for another session", hint="try again later, or ask for less")
+        return fresh
+
+    def _verify(self, session: Session, asked: tuple[int, int, tuple[int, ...]], result: Future[Message]) -> None:
+        seq, base, drafts = asked
+        if session.last is not None and session.last[0] == asked:
+            result.set_result(session.last[1])
+            return
+        request = session.request
+        if session.waiting is not None or session.number not in self.sessions:
+            raise RemoteRefused("the session is busy or gone")
+        if seq != session.seq or base != len(request.generated) or request.finished:
+            raise RemoteRefused(
+                "drafts for another state of the session",
+                cause=f"number {seq} behind {base} tokens came, {session.seq} behind {len(request.generated)} was due",
+            )
+        request.drafts = list(drafts[: request.most_drafts])
+        self.engine.loop.add(request)
+        session.waiting, session.due = result, asked
+
+    def _settle(self) -> None:
+        """Hand out what the last step decided."""
+        for number, (request, key, waiters) in list(self._preparing.items()):
+            if request.finished or request.generated:
+                del self._preparing[number]
+                self._shelve(request, key, waiters)
+        for session in list(self._by_request.values()):
+            request = session.request
+            if session.waiting is None and not session.generate:
+                continue
+            if request.finished or (len(request.generated) > session.told and not request.verifying):
+                self._answer(session)
+
+    def _shelve(self, request: Request, key: str, waiters: Sequence[Future[Prefix]]) -> None:
+        self.engine.loop.release(request)
+        failure = request.error
+        if failure is None and request.metrics.degraded:
+            failure = CompressorFault("the prefix could not be compressed", cause=request.metrics.degraded[-1])
+        if failure is not None:
+            request.close()
+            for waiter in waiters:
+                waiter.set_exception(failure)
+            return
+        blobs, maps = [], {}
+        if request.draft is not None:
+            compressed = request.draft.current()
+            blobs = compressed_blobs(compressed, request.full)
+            maps = {i: layer.surviving for i, layer in enumerate(compressed.layers) if isinstance(layer, PlainLayer)}
+            request.forget_draft()
+        prefix = Prefix(key, request.full.tokens, request.full, blobs, maps, users=len(waiters))
+        self.shelf.put(prefix)
+        for waiter in waiters:
+            waiter.set_result(prefix)
+
+    def _answer(self, session: Session) -> None:
+        request = session.request
+        if not session.generate and not request.finished:
+            self.engine.loop.release(request)  # until more drafts come
+        answer: Message | VeriCacheError = request.error or self._verdict(session)
+        waiting, session.waiting = session.waiting, None
+        if isinstance(answer, Message):
+            session.last = (session.due, answer)
+        if session.generate:
+            session.stream.put(answer)
+        if waiting is not None:
+            if isinstance(answer, Message):
+                waiting.set_result(answer)
+            else:
+                waiting.set_exception(answer)
+        if request.finished:
+            self._by_request.pop(request.number, None)
+
+    def _verdict(self, session: Session) -> Message:
+        request = session.request
+        fresh = list(request.generated[session.told :])
+        session.digest, digest = session.digest.after(fresh)
+        fields: dict[str, Any] = {
+            "session": session.number,
+            "seq": session.seq,
+            "base": session.told,
+            "tokens": fresh,
+            "finish": request.output.finish_reason,
+            "stop": request.output.stop_reason,
+            "digest": digest,
+        }
+        if request.output.logprobs is not None:
+            fields["logprobs"] = [_plain(entry) for entry in request.output.logprobs[session.told :]]
+        session.told += len(fresh)
+        session.seq += 1
+        return Message("verdict", fields)
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        for session in list(self.sessions.values()):
+            if session.waiting is None and not session.generate and now - session.seen > self.limits.idle:
+                log.warning("session %s was silent for %.0f s; closed", session.number[:8], self.limits.idle)
+                self._drop(session)
+
+    def _drop(self, session: Session, error: VeriCacheError | None = None) -> None:
+        if self.sessions.pop(session.number, None) is None:
+            return
+        self._by_request.pop(session.request.number, None)
+        self.engine.loop.remove(session.request)
+        if session.waiting is not None:
+            session.waiting.set_exception(error or RemoteError("the session was closed"))
+            session.waiting = None
+        session.stream.put(error or RemoteError("the session was closed"))
+        self._release(session.prefix)
+
+    def _release(self, prefix: Prefix) -> None:
+        prefix.users -= 1
+        self.shelf.trim()
+
+
+def _plain(entry: TokenLogprobs) -> list[Any]:
+    return [entry.token, entry.logprob, [list(pair) for pair in entry.top]]
+
+
+def _nothing() -> None:
+    """Stands for a command when none came."""
