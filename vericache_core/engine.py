@@ -342,7 +342,8 @@ class Engine:
         ids, protected = encode_prompt(prompt, self.tokenizer, self.adapter.vocab_size)
         self.check_length(len(ids), params)
         name = self.config.compressor if compressor == _CONFIGURED else compressor
-        remote = name is not None and self.config.full_kv == "remote"
+        drafts = name is not None or (compressor == _CONFIGURED and self.config.remote_mode in {"remote", "fetch"})
+        remote = drafts and self.config.full_kv == "remote"
         drafter = None if name is None or params.max_new_tokens < 2 else self._compressor(name)
         mode: RequestMode = "remote"
         if not remote:

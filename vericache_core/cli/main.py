@@ -17,6 +17,8 @@ COMMANDS: Final = {
     "generate": "write text with a compressed KV cache, token for token what the full one writes",
     "plugins": "list, check and show compressors",
     "config": "show, validate and describe configuration",
+    "store": "serve: hold the full KV of shared prefixes and verify what drafters elsewhere propose",
+    "draft": "write with the compressed KV of a shared prefix while a store elsewhere verifies",
     "bench": "measure compressors: bytes, accepted drafts, time, and that the output stays the same",
     "calibrate": "measure what steps, swaps and wrong drafts cost here, for windows and modes that pay",
     "simulate": "what would be gained on some hardware, by the real schedulers under a virtual clock",

@@ -29,9 +29,9 @@ def facts_of(engine: Engine) -> Facts:
     return {
         "protocol": str(PROTOCOL),
         "model": adapter.name,
+        "dtype": str(adapter.dtype).removeprefix("torch."),
         "weights": weights_digest(adapter.model),
         "tokenizer": tokenizer_digest(engine.tokenizer),
-        "dtype": str(adapter.dtype).removeprefix("torch."),
         "identity": engine.admission.identity,
         "rows": str(adapter.rows),
         "page": str(PAGE),

@@ -27,6 +27,8 @@ from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.identity import Facts, facts_of, refuse_differences
 from vericache_core.remote.layers import Assembly, full_pages, take_layer
 from vericache_core.remote.link import Link, Stream
+from vericache_core.remote.measure import LinkSpeed, measure_link
+from vericache_core.remote.paths import Task, best_window, choose_path
 from vericache_core.remote.prefixes import Backoff, Local, Prefixes
 from vericache_core.remote.session import RemoteSession
 from vericache_core.runtime.admission import QueueFull
@@ -43,8 +45,15 @@ _TICK: Final = 0.05
 
 @dataclass
 class LinkStats:
-    """What the link did since the engine started."""
+    """What the link did since the engine started.
 
+    Attributes:
+        transfers: by kind, ``prefix`` and ``rows``: bytes and seconds of the newest one.
+        verdict_seconds: from a question to its verdict, each time.
+        first_draft_seconds: from the opening of a session to its first draft.
+    """
+
+    transfers: dict[str, tuple[int, float]] = field(default_factory=dict)
     sessions: int = 0
     failures: int = 0
     dropped_verdicts: int = 0
@@ -83,6 +92,8 @@ class RemoteLoop(StepLoop):
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: set[Stream] = set()
         self._goodbyes: list[Any] = []
+        self._measured: LinkSpeed | None = None
+        self._wrong = self._judged = 0
         self._workers = ThreadPoolExecutor(OPENERS, "vericache-link")
 
     @classmethod
@@ -147,6 +158,8 @@ class RemoteLoop(StepLoop):
             started = time.perf_counter()
             self._take_events(block=True)
             self.exposed_seconds += time.perf_counter() - started
+        if self._remote:
+            self.observer.stepped(self)
         for live in list(self._remote.values()):
             request = live.session.request
             if request.finished:
@@ -237,7 +250,12 @@ class RemoteLoop(StepLoop):
                 self.stats.dropped_verdicts += 1
                 return False
             self.stats.verdict_seconds.append(time.monotonic() - session.sent_at)
+            before = session.request.metrics.drafted, session.request.metrics.accepted
             session.take_verdict(message, generates=live.mode == "remote")
+            # A rejection judges one draft wrong; those behind it were never looked at.
+            drafted, accepted = session.request.metrics.drafted - before[0], session.request.metrics.accepted - before[1]
+            self._wrong += drafted > accepted
+            self._judged += accepted + (drafted > accepted)
         except VeriCacheError as error:
             self._fail(live, error)
         return True
@@ -253,13 +271,72 @@ class RemoteLoop(StepLoop):
             request = self._waiting.pop(0)
             others = [*prompts[1:], *(live.session.request.tokens for live in self._remote.values())]
             prefix = self._prefixes.of(request.tokens[: request.prompt_tokens], others)
-            live = _Live(RemoteSession(request, self._window(), self.adapter.vocab_size), prefix, self._config.remote_mode)
+            try:
+                mode, window = self._choose(request, prefix, 1 + len(others))
+            except RemoteError as error:
+                self._prefixes.leave(prefix)
+                self._backoff.failed()
+                self._go_local(request, str(error))
+                continue
+            if mode == "local":
+                self._prefixes.leave(prefix)
+                self._join(request)
+                continue
+            live = _Live(RemoteSession(request, window, self.adapter.vocab_size), prefix, mode)
             self._remote[request.number] = live
             self.stats.sessions += 1
             self._workers.submit(self._open, live)
 
-    def _window(self) -> int:
-        return self._config.window if isinstance(self._config.window, int) else 16
+    def _task(self, request: Request, prefix: Local, company: int) -> Task:
+        """What is known of a request and those that came with it, for the choice of a path and a window."""
+        name, tokens = request.metrics.compressor or "", len(prefix.ids)
+        full = float(self._token_bytes() * tokens)
+        if prefix.draft is not None:
+            kept = prefix.draft.device_bytes / full
+        else:
+            keep = _options(self._config, name).get("keep", 0.3)
+            kept = float(keep) if isinstance(keep, int | float) else 0.3
+        speed = self._speed
+        return Task(
+            requests=company,
+            prefix=tokens,
+            new_tokens=max(1, request.params.max_new_tokens),
+            full_bytes=full,
+            kept=min(1.0, kept),
+            hazard=min(0.95, max(0.005, self._hazard)),
+            latency=speed.latency,
+            bandwidth=speed.bandwidth,
+            reload=1.0 / max(self._engine.planner.pricer.costs.links["host"].seconds_per_byte, 1e-15),
+            here=prefix.draft is not None,
+        )
+
+    @property
+    def _speed(self) -> LinkSpeed:
+        """Of the link, measured once, when it is first asked for."""
+        if self._measured is None:
+            self._measured = measure_link(self.link)
+        return self._measured
+
+    @property
+    def _hazard(self) -> float:
+        """Chance of a draft to be wrong, by what verdicts said so far."""
+        return (self._wrong + 1.0) / (self._judged + 20.0)
+
+    def _choose(self, request: Request, prefix: Local, company: int) -> tuple[str, int]:
+        """Mode and window of a request: as configured, or the fastest by measured costs.
+
+        Raises:
+            RemoteError: the link could not be measured.
+        """
+        mode, window = self._config.remote_mode, self._config.window
+        if mode != "auto" and isinstance(window, int):
+            return mode, window
+        task, costs = self._task(request, prefix, company), self._engine.planner.pricer.costs
+        if mode == "auto":
+            mode = choose_path(costs, task)
+        if window == "auto":
+            window = best_window(costs, task, stateless=mode.endswith("stateless"))
+        return mode, window
 
     def _open(self, live: _Live) -> None:
         """On a worker: open a session and listen to what the store says of itself."""
@@ -354,8 +431,8 @@ class RemoteLoop(StepLoop):
         def take(message: Message) -> None:
             if message.kind == "end":
                 assembly.finish()
-                prefix.bytes, prefix.seconds = assembly.received, time.monotonic() - started
-                self._events.put(lambda: self._received(prefix, "prefix", draft=draft))
+                taken = assembly.received, time.monotonic() - started
+                self._events.put(lambda: self._received(prefix, "prefix", taken, draft=draft))
                 return
             complete = assembly.take(message.expect("part"))
             if complete is not None:
@@ -368,12 +445,13 @@ class RemoteLoop(StepLoop):
         layers, prefix = self.adapter.layers, live.prefix
         assembly = Assembly(layers, len(prefix.ids), range(len(layers)))
         rows: dict[int, Any] = {}
+        started = time.monotonic()
 
         def take(message: Message) -> None:
             if message.kind == "end":
                 assembly.finish()
-                prefix.bytes += assembly.received
-                self._events.put(lambda: self._received(prefix, "rows", rows=rows))
+                taken = assembly.received, time.monotonic() - started
+                self._events.put(lambda: self._received(prefix, "rows", taken, rows=rows))
                 return
             complete = assembly.take(message.expect("part"))
             if complete is not None:
@@ -383,11 +461,12 @@ class RemoteLoop(StepLoop):
         question = Message("rows", {"session": live.session.number, "compressed": int(prefix.draft is not None)})
         self._listen(live, "rows", question, take)
 
-    def _received(self, prefix: Local, what: str, **found: Any) -> None:
+    def _received(self, prefix: Local, what: str, taken: tuple[int, float], **found: Any) -> None:
         prefix.fetching.discard(what)
         for name, value in found.items():
             setattr(prefix, name, value)
-        self.stats.received_bytes += prefix.bytes
+        self.stats.received_bytes += taken[0]
+        self.stats.transfers[what] = taken
         for live in list(self._remote.values()):
             if live.prefix is prefix and live.session.number is not None:
                 self._provide(live)

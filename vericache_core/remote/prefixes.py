@@ -24,7 +24,6 @@ class Local:
     Attributes:
         draft: its compressed KV, complete; requests draft on twins of it.
         rows: its full KV by layer, complete, where that was asked for.
-        bytes, seconds: of the compressed KV on its way here.
         fetching: what is on its way: ``prefix``, ``rows``.
         users: requests that lean on it.
     """
@@ -32,8 +31,6 @@ class Local:
     ids: tuple[int, ...]
     draft: DraftKV | None = None
     rows: Mapping[int, PagedRows] | None = None
-    bytes: int = 0
-    seconds: float = 0.0
     fetching: set[str] = field(default_factory=set)
     users: int = 0
 

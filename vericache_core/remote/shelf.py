@@ -21,6 +21,7 @@ class Prefix:
 
     Attributes:
         key: digest of tenant, token ids, compressor and options.
+        ids_key: the same without a compressor: whose full KV it is.
         full: its full KV on the device; nobody writes to it any more.
         blobs: compressed KV by layer; empty where no compressor was asked for.
         maps: surviving positions of layers whose rows the drafter holds exactly.
@@ -28,6 +29,7 @@ class Prefix:
     """
 
     key: str
+    ids_key: str
     tokens: int
     full: FullKV
     blobs: Sequence[Blob]
@@ -66,6 +68,11 @@ class Shelf:
         if found is not None:
             self._held.move_to_end(key)
         return found
+
+    def with_full(self, ids_key: str) -> Prefix | None:
+        """Any prefix of these tokens, whatever its compressed KV."""
+        found = next((prefix for prefix in self._held.values() if prefix.ids_key == ids_key), None)
+        return None if found is None else self.get(found.key)
 
     def put(self, prefix: Prefix) -> None:
         """Keep a prefix."""

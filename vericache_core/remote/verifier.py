@@ -98,7 +98,7 @@ class Verifier:
         self.shelf = Shelf(limits.prefix_bytes)
         self.sessions: dict[str, Session] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._preparing: dict[int, tuple[Request, str, list[Future[Prefix]]]] = {}
+        self._preparing: dict[int, tuple[Request, tuple[str, str], list[Future[Prefix]]]] = {}
         self._by_request: dict[int, Session] = {}
         self._thread = threading.Thread(target=self._run, name="vericache-verifier", daemon=True)
         self._thread.start()
@@ -207,23 +207,24 @@ class Verifier:
 
     def _prepare(self, ask: Ask, result: Future[Prefix]) -> None:
         ids = ask.ids[: ask.prefix]
-        key = prefix_key(ask.tenant, ids, ask.compressor, ask.options)
-        found = self.shelf.get(key)
+        compressor = None if ask.compressor is None else self.engine.make_compressor(ask.compressor, ask.options)
+        spelled = getattr(compressor, "options_json", dict)()  # with defaults, so that two ways to say the same meet
+        key, ids_key = prefix_key(ask.tenant, ids, ask.compressor, spelled), prefix_key(ask.tenant, ids, None, {})
+        found = self.shelf.get(key) if ask.compressor else self.shelf.with_full(ids_key)
         if found is not None:
             found.users += 1
             result.set_result(found)
             return
-        for _, other, waiters in self._preparing.values():
+        for _, (other, _), waiters in self._preparing.values():
             if other == key:
                 waiters.append(result)
                 return
-        compressor = None if ask.compressor is None else self.engine.make_compressor(ask.compressor, ask.options)
         # One token more than is of use: the request must still be there, with its caches, when its prefix is done.
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
         request = self.engine.make_request(ids, params, self.engine.make_full_kv(compressor, "device"), compressor)
         request.metrics.compressor = ask.compressor
         self.engine.loop.add(request)
-        self._preparing[request.number] = (request, key, [result])
+        self._preparing[request.number] = (request, (key, ids_key), [result])
 
     def _open(self, ask: Ask, prefix: Prefix) -> Session:
         try:
@@ -279,10 +280,10 @@ class Verifier:
 
     def _settle(self) -> None:
         """Hand out what the last step decided."""
-        for number, (request, key, waiters) in list(self._preparing.items()):
+        for number, (request, keys, waiters) in list(self._preparing.items()):
             if request.finished or request.generated:
                 del self._preparing[number]
-                self._shelve(request, key, waiters)
+                self._shelve(request, keys, waiters)
         for session in list(self._by_request.values()):
             request = session.request
             if session.waiting is None and not session.generate:
@@ -290,7 +291,7 @@ class Verifier:
             if request.finished or (len(request.generated) > session.told and not request.verifying):
                 self._answer(session)
 
-    def _shelve(self, request: Request, key: str, waiters: Sequence[Future[Prefix]]) -> None:
+    def _shelve(self, request: Request, keys: tuple[str, str], waiters: Sequence[Future[Prefix]]) -> None:
         self.engine.loop.release(request)
         failure = request.error
         if failure is None and request.metrics.degraded:
@@ -306,7 +307,7 @@ class Verifier:
             blobs = compressed_blobs(compressed, request.full)
             maps = {i: layer.surviving for i, layer in enumerate(compressed.layers) if isinstance(layer, PlainLayer)}
             request.forget_draft()
-        prefix = Prefix(key, request.full.tokens, request.full, blobs, maps, users=len(waiters))
+        prefix = Prefix(*keys, request.full.tokens, request.full, blobs, maps, users=len(waiters))
         self.shelf.put(prefix)
         for waiter in waiters:
             waiter.set_result(prefix)

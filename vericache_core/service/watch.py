@@ -53,7 +53,7 @@ class EngineWatch(LoopObserver):
     def stepped(self, loop: StepLoop) -> None:
         now = self._clock()
         arrivals = {ticket.number: ticket.arrival for ticket in (*loop.scheduler.running, *loop.scheduler.waiting)}
-        for request in loop.requests:
+        for request in loop.live:
             if request not in self._counted:
                 self._counted[request] = _Counted(arrivals.get(request.number, now))
             self._count(request, self._counted[request], now)
@@ -94,7 +94,7 @@ class EngineWatch(LoopObserver):
             counted.tokens, counted.latest = counted.tokens + fresh, now
 
     def _weigh(self, loop: StepLoop) -> None:
-        requests, set_bytes = loop.requests, self.metrics.set_kv_bytes
+        requests, set_bytes = loop.live, self.metrics.set_kv_bytes
         set_bytes("full", "device", sum(request.full.device_bytes for request in requests) + loop.ring.nbytes)
         set_bytes("draft", "device", sum(0 if r.draft is None else r.draft.device_bytes for r in requests))
         tiers = {"device": 0, "host": 0, "disk": 0}

@@ -1,0 +1,154 @@
+"""``vericache store serve``: hold the full KV of shared prefixes and verify what drafters on other machines propose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.output import note
+from vericache_core.errors import ConfigError, PromptError, UsageError
+from vericache_core.remote import require_grpc
+from vericache_core.remote.limits import Limits
+
+if TYPE_CHECKING:
+    from vericache_core.engine import Engine
+    from vericache_core.remote.server import StoreServer
+
+SCHEMA: Final = "vericache.store.serve/1"
+_GIB: Final = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``serve``: where to listen, who may come, what is taken on, and the engine's arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="{serve}", required=True)
+    serve = actions.add_parser("serve", help="serve drafters until SIGTERM")
+    serve.add_argument("--listen", default="127.0.0.1:7431", metavar="HOST:PORT", help="[%(default)s]; port 0 takes a free one")
+    access = serve.add_argument_group("access", "a token file or a client CA is needed, except with --insecure")
+    access.add_argument("--token-file", metavar="FILE", help="lines TENANT:TOKEN or TOKEN; one tenant sees nothing of another")
+    access.add_argument("--tls-cert", metavar="FILE", help="PEM certificate of the store")
+    access.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
+    access.add_argument("--client-ca", metavar="FILE", help="PEM file; clients must show a certificate that it vouches for")
+    access.add_argument("--plaintext", action="store_true", help="no TLS beyond this machine: something else guards the link")
+    access.add_argument("--insecure", action="store_true", help="let everybody in; only on a loopback address")
+    bounds = serve.add_argument_group("limits")
+    bounds.add_argument("--max-sessions", type=int, default=Limits.sessions, metavar="N", help="[%(default)s]")
+    bounds.add_argument("--tenant-sessions", type=int, default=Limits.tenant_sessions, metavar="N", help="[%(default)s]")
+    bounds.add_argument("--max-tokens", type=int, default=Limits.tokens, metavar="N", help="prompt with answer [%(default)s]")
+    bounds.add_argument("--prefix-gib", type=float, default=Limits.prefix_bytes / _GIB, metavar="X", help="[%(default)g]")
+    bounds.add_argument("--session-gib", type=float, default=Limits.session_bytes / _GIB, metavar="X", help="[%(default)g]")
+    bounds.add_argument("--idle", type=float, default=Limits.idle, metavar="S", help="seconds of silence [%(default)g]")
+    serve.add_argument(
+        "--prefix",
+        action="append",
+        metavar="FILE",
+        help="have this prefix ready before anybody asks, for every tenant, compressed with -c: a JSON list of token ids, "
+        "or text (repeatable)",
+    )
+    serve.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds for calls under way at the end [10]")
+    serve.add_argument("--health", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there")
+    serve.add_argument("--json", action="store_true", help="say in JSON, on a line of its own, when the store is ready")
+    add_engine_arguments(serve)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; exit 0 after an orderly end."""
+    require_grpc()
+    tokens = _check_access(args)
+    config = config_from_args(args)
+    registry = registry_from_args(args, config)
+    if config.full_kv == "remote":
+        raise ConfigError("a store holds the full KV itself", hint="--full-kv device, host or disk")
+    if config.compressor is not None:
+        registry.create(config.compressor, config.compressor_options())
+    limits = Limits(
+        sessions=args.max_sessions,
+        tenant_sessions=args.tenant_sessions,
+        tokens=args.max_tokens,
+        prefix_bytes=int(args.prefix_gib * _GIB),
+        session_bytes=int(args.session_gib * _GIB),
+        idle=args.idle,
+    )
+
+    from vericache_core.engine import Engine
+    from vericache_core.remote.auth import Guard, server_credentials
+    from vericache_core.remote.server import StoreServer
+
+    credentials = None if args.tls_cert is None else server_credentials(args.tls_cert, args.tls_key, args.client_ca)
+    engine = Engine.from_pretrained(args.model, config)
+    server = StoreServer(engine, args.listen, Guard(tokens), credentials, limits)
+    for name in args.prefix or []:
+        for tenant in tokens or ("local",):
+            _warm(server, engine, name, tenant)
+    return _serve(args, server)
+
+
+def _serve(args: argparse.Namespace, server: StoreServer) -> int:
+    from contextlib import ExitStack
+
+    from vericache_core.service.drain import draining
+
+    with ExitStack() as stack:
+        service: Any = None
+        if args.health is not None:
+            from vericache_core.service.http import Service, split_address
+            from vericache_core.service.metrics import Metrics
+            from vericache_core.service.watch import EngineWatch
+
+            metrics = Metrics()
+            service = stack.enter_context(Service(*split_address(args.health), metrics))
+            EngineWatch.attach(server.verifier.engine, metrics)
+        drain = stack.enter_context(draining(service, timeout=args.grace))
+        server.start()
+        host = args.listen.rpartition(":")[0]
+        if service is not None:
+            service.state = "ready"
+        if args.json:
+            print(json.dumps({"schema": SCHEMA, "listen": f"{host}:{server.port}", "facts": server.facts}), flush=True)
+        note(f"serving {args.model} on {host}:{server.port}")
+        drain.wait()
+        server.stop(args.grace)
+    return 0
+
+
+def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
+    """Tokens of tenants; UsageError where anybody could come in, or anybody could listen."""
+    from vericache_core.remote.auth import is_loopback, read_tokens
+
+    near = is_loopback(args.listen)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise UsageError("--tls-cert and --tls-key go together")
+    if args.client_ca is not None and args.tls_cert is None:
+        raise UsageError("--client-ca needs --tls-cert and --tls-key")
+    if args.insecure and not near:
+        raise UsageError(f"--insecure on {args.listen}", cause="others can reach it", hint="listen on 127.0.0.1")
+    if args.token_file is None and args.client_ca is None and not args.insecure:
+        raise UsageError("nobody would have to say who they are", hint="--token-file or --client-ca")
+    if args.tls_cert is None and not near and not args.plaintext:
+        raise UsageError(f"{args.listen} without TLS", hint="--tls-cert and --tls-key, or --plaintext behind a tunnel")
+    return None if args.token_file is None else read_tokens(args.token_file)
+
+
+def _warm(server: StoreServer, engine: Engine, name: str, tenant: str) -> None:
+    """Prefill and compress a prefix before the first client comes."""
+    from vericache_core.model.prompts import encode_prompt
+    from vericache_core.remote.verifier import Ask
+    from vericache_core.runtime.sampling_params import SamplingParams
+
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read prefix {name}", cause=str(error)) from None
+    try:
+        prompt = json.loads(text)
+    except ValueError:
+        prompt = text
+    ids, _ = encode_prompt(prompt, engine.tokenizer, engine.adapter.vocab_size)
+    options = engine.config.compressor_options()
+    ask = Ask(tenant, tuple(ids), len(ids), engine.config.compressor, options, SamplingParams())
+    prefix = server.verifier.prepare(ask).result()
+    sent = sum(len(blob.data) for blob in prefix.blobs)
+    note(f"prefix {name}: {prefix.tokens} tokens, {prefix.nbytes - sent} bytes of full KV, {sent} compressed")
+    server.verifier.release(prefix).result()
