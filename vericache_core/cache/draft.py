@@ -16,6 +16,7 @@ pages of its own, and drafted rows of accepted tokens stay as they are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -82,7 +83,7 @@ class DraftKV:
             draft._add(index, layer)
             if isinstance(layer, PlainLayer):
                 keys, values = full.read(index, 0, full.tokens)
-                draft._fill(index, lambda h, at, k=keys, v=values: (k[h].index_select(0, at), v[h].index_select(0, at)))
+                draft._fill(index, functools.partial(_picked, keys, values))
         return draft
 
     def receive(self, index: int, layer: CompressedLayer) -> None:
@@ -290,3 +291,8 @@ class DraftKV:
             )
             assert self._maps[index].tokens == self.prefix_tokens
         assert self._full is None or self.prefix_tokens + self.tail == self._full.tokens
+
+
+def _picked(keys: torch.Tensor, values: torch.Tensor, head: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``at`` of one head of ``[kv_heads, tokens, width]``."""
+    return keys[head].index_select(0, at), values[head].index_select(0, at)

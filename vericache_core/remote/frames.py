@@ -30,6 +30,10 @@ MOST_MESSAGE: Final = 8 << 20
 _DIGEST: Final = 16
 
 
+class BadMessageError(RemoteError):
+    """What came over the link is no message, or holds what it may not hold."""
+
+
 @dataclass(frozen=True)
 class Message:
     """One message: ``kind``, further header fields, payload. The getters refuse what is missing or of another form."""
@@ -77,35 +81,35 @@ class Message:
     def expect(self, *kinds: str) -> Message:
         """Return the message if it is of one of ``kinds``."""
         if self.kind not in kinds:
-            raise RemoteError(f"the other side sent {self.kind[:40]!r} where {' or '.join(kinds)} was due")
+            raise BadMessageError(f"the other side sent {self.kind[:40]!r} where {' or '.join(kinds)} was due")
         return self
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
-        raise RemoteError(f"message {self.kind[:40]!r}: {name} is not {wanted}")
+        raise BadMessageError(f"message {self.kind[:40]!r}: {name} is not {wanted}")
 
 
 def decode(data: bytes) -> Message:
     """Check digest and form of a message.
 
     Raises:
-        RemoteError: it is not one of ours, corrupt, cut or too large.
+        BadMessageError: it is not one of ours, corrupt, cut or too large.
     """
     if len(data) > MOST_MESSAGE:
-        raise RemoteError(f"a message of {len(data)} bytes", cause=f"at most {MOST_MESSAGE} are taken")
+        raise BadMessageError(f"a message of {len(data)} bytes", cause=f"at most {MOST_MESSAGE} are taken")
     if len(data) < 8 + _DIGEST or data[:4] != MAGIC:
-        raise RemoteError("not a message of this protocol", cause="magic bytes are missing")
+        raise BadMessageError("not a message of this protocol", cause="magic bytes are missing")
     if hashlib.blake2b(memoryview(data)[:-_DIGEST], digest_size=_DIGEST).digest() != data[-_DIGEST:]:
-        raise RemoteError("a message is corrupt or cut", cause="its digest does not match")
+        raise BadMessageError("a message is corrupt or cut", cause="its digest does not match")
     length = int.from_bytes(data[4:8], "little")
     if length > min(MOST_HEADER, len(data) - 8 - _DIGEST):
-        raise RemoteError("a message is malformed", cause=f"its header claims {length} bytes")
+        raise BadMessageError("a message is malformed", cause=f"its header claims {length} bytes")
     try:
         fields = json.loads(data[8 : 8 + length].decode())
     except (ValueError, RecursionError) as error:
-        raise RemoteError("a message is malformed", cause=f"its header is no JSON: {type(error).__name__}") from error
+        raise BadMessageError("a message is malformed", cause=f"its header is no JSON: {type(error).__name__}") from error
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     if not isinstance(kind, str):
-        raise RemoteError("a message is malformed", cause="its header names no kind")
+        raise BadMessageError("a message is malformed", cause="its header names no kind")
     return Message(kind, fields, bytes(memoryview(data)[8 + length : -_DIGEST]))
 
 
@@ -118,13 +122,13 @@ def ids_from_bytes(data: bytes, vocab: int, most: int) -> list[int]:
     """Inverse of :func:`ids_to_bytes`.
 
     Raises:
-        RemoteError: too many, or an id outside of ``[0, vocab)``.
+        BadMessageError: too many, or an id outside of ``[0, vocab)``.
     """
     if len(data) % 4 or len(data) > 4 * most:
-        raise RemoteError(f"{len(data)} bytes of token ids", cause=f"at most {most} ids of 4 bytes are taken")
+        raise BadMessageError(f"{len(data)} bytes of token ids", cause=f"at most {most} ids of 4 bytes are taken")
     ids = np.frombuffer(data, dtype="<i4")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        raise RemoteError("a token id lies outside of the vocabulary", cause=f"it has {vocab} entries")
+        raise BadMessageError("a token id lies outside of the vocabulary", cause=f"it has {vocab} entries")
     found: list[int] = ids.tolist()
     return found
 

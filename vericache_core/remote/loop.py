@@ -127,7 +127,9 @@ class RemoteLoop(StepLoop):
         return super().queued + len(self._waiting)
 
     def add(self, request: Request) -> None:
-        if request.metrics.mode != "remote" or self._config.remote_mode == "local" or request.finished:
+        if self._config.remote_mode == "local" or request.finished:
+            request.metrics.mode = "plain"
+        if request.metrics.mode != "remote":
             super().add(request)
             return
         if request.params.logits_processors or request.logits is not None:

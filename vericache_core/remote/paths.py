@@ -73,7 +73,8 @@ def best_window(costs: CostModel, task: Task, *, stateless: bool = False) -> int
     def rate(window: int) -> float:
         return (accepted_at(task.hazard, window) + 1) / cycle_seconds(costs, task, window, stateless=stateless)
 
-    return max((window for window in WINDOWS if window), key=rate)
+    best: int = max((window for window in WINDOWS if window), key=rate)
+    return best
 
 
 def path_seconds(costs: CostModel, task: Task, path: Path) -> float:

@@ -19,7 +19,7 @@ import grpc
 from vericache_core.engine import Engine
 from vericache_core.errors import RemoteError, RemoteRefused, UsageError, VeriCacheError
 from vericache_core.remote.auth import Guard
-from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, Message, decode, ids_from_bytes
+from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, BadMessageError, Message, decode, ids_from_bytes
 from vericache_core.remote.identity import Facts, facts_of, refuse_differences
 from vericache_core.remote.layers import missing_blob, parts
 from vericache_core.remote.limits import Limits
@@ -60,8 +60,9 @@ class StoreServer:
             ("grpc.max_metadata_size", 8192),
             ("grpc.so_reuseport", 0),
         ]
+        self._pool = ThreadPoolExecutor(min(self.limits.calls, self.limits.sessions + 32), "vericache-store")
         self._server = grpc.server(
-            ThreadPoolExecutor(min(self.limits.calls, self.limits.sessions + 32), "vericache-store"),
+            self._pool,
             interceptors=[guard],
             options=options,
             maximum_concurrent_rpcs=self.limits.calls,
@@ -98,6 +99,7 @@ class StoreServer:
         """Take no new calls, give those under way ``grace`` seconds, and let everything go."""
         self._server.stop(grace).wait()
         self.verifier.close()
+        self._pool.shutdown()
         self._engine.close()
 
     # -- methods -------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def _undo_later(future: Future[T], undo: Callable[[T], Any]) -> None:
 def _abort(context: Any, error: VeriCacheError) -> NoReturn:
     if isinstance(error, RemoteRefused):
         code = grpc.StatusCode.FAILED_PRECONDITION
-    elif isinstance(error, UsageError):
+    elif isinstance(error, UsageError | BadMessageError):
         code = grpc.StatusCode.INVALID_ARGUMENT
     else:
         code = grpc.StatusCode.INTERNAL

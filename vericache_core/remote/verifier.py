@@ -29,6 +29,8 @@ from vericache_core.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("vericache.remote")
 T = TypeVar("T")
+GATHER: Final = 0.002
+"""Seconds to wait for company before a step; ten times that at most."""
 _TICK: Final = 0.2
 """Seconds between two looks for silent sessions while nothing happens."""
 
@@ -184,7 +186,9 @@ class Verifier:
             if command is None:
                 break
             command()
-            if loop.requests and self._commands.empty():
+            if command is not _nothing:
+                self._gather()
+            if loop.requests:
                 try:
                     loop.step()
                     self._settle()
@@ -194,6 +198,19 @@ class Verifier:
             self._reap()
         self._drop_all(RemoteError("the store is closing"))
         self.shelf.clear()
+
+    def _gather(self) -> None:
+        """Take in what else arrives now: drafts that come together are to share a step, and one alone would cost as much."""
+        until = time.monotonic() + 10 * GATHER
+        while time.monotonic() < until:
+            try:
+                command = self._commands.get(timeout=GATHER if self.engine.loop.requests else 0.0)
+            except queue.Empty:
+                return
+            if command is None:
+                self._commands.put(None)  # the end, for :meth:`_run` to see
+                return
+            command()
 
     def _drop_all(self, error: VeriCacheError) -> None:
         """End everything under way; nobody may be left waiting."""
@@ -208,7 +225,9 @@ class Verifier:
     def _prepare(self, ask: Ask, result: Future[Prefix]) -> None:
         ids = ask.ids[: ask.prefix]
         compressor = None if ask.compressor is None else self.engine.make_compressor(ask.compressor, ask.options)
-        spelled = getattr(compressor, "options_json", dict)()  # with defaults, so that two ways to say the same meet
+        spelled: dict[str, Any] = getattr(
+            compressor, "options_json", dict
+        )()  # with defaults, so that two ways to say the same meet
         key, ids_key = prefix_key(ask.tenant, ids, ask.compressor, spelled), prefix_key(ask.tenant, ids, None, {})
         found = self.shelf.get(key) if ask.compressor else self.shelf.with_full(ids_key)
         if found is not None:
