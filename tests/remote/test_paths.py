@@ -44,7 +44,7 @@ def test_equation_four_by_hand() -> None:
 def test_what_changes_the_choice() -> None:
     drafting = ("verify", "fetch", "stream")
     assert choose_path(COSTS, TASK, drafting) == "verify"
-    assert choose_path(COSTS, changed(bandwidth=1e12), ("verify", "fetch")) == "fetch", "a fast link and few tokens"
+    assert choose_path(COSTS, changed(bandwidth=1e12, hazard=0.9), ("verify", "fetch")) == "fetch", "a fast link"
     assert choose_path(COSTS, changed(hazard=0.9, new_tokens=5000), drafting) in {"fetch", "stream"}, "bad drafts"
     assert choose_path(COSTS, changed(bandwidth=1e3), ("local", "fetch", "verify")) == "local", "hardly any link"
     assert choose_path(COSTS, changed(new_tokens=1), PATHS) == "remote", "one token is the store's anyway"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import ipaddress
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Authority:
     def _certificate(self, subject: object, public: object, *, authority: bool) -> bytes:
         from cryptography.hazmat.primitives import hashes, serialization
 
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = dt.datetime.now(dt.timezone.utc)
         names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         builder = (
             x509.CertificateBuilder()
@@ -55,8 +55,8 @@ class Authority:
             .issuer_name(self.subject)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_before(now - dt.timedelta(days=1))
+            .not_valid_after(now + dt.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
         )

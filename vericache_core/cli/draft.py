@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import json
+import queue
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
 from vericache_core.cli.output import note, print_json
 from vericache_core.cli.sampling_args import add_sampling_arguments, params_from_args
-from vericache_core.errors import PromptError, UsageError
+from vericache_core.config import EngineConfig, replace
+from vericache_core.errors import PromptError, UsageError, VeriCacheError
 from vericache_core.remote import require_grpc
 
 if TYPE_CHECKING:
-    from vericache_core.engine import RequestOutput
+    from vericache_core.engine import Engine, Job, RequestOutput
+    from vericache_core.runtime.sampling_params import SamplingParams
 
 SCHEMA: Final = "vericache.draft/1"
+_ALIASES: Final = {
+    "token_file": "remote_token_file",
+    "tls_cert": "remote_cert",
+    "tls_key": "remote_key",
+    "server_ca": "remote_ca",
+}
+"""Names that ``store serve`` has too, and the settings that they stand for on this side."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare prompts, their shared prefix, and the engine's and sampling arguments."""
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what follows the shared prefix; several run side by side")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="what follows the shared prefix; several run side by side. None: lines of JSON on standard input, such as "
+        '{"id": 7, "prompt": "..."}, answered by lines on standard output as they are done',
+    )
     parser.add_argument("-f", "--file", metavar="FILE", help="text that all prompts begin with")
     parser.add_argument("--check", action="store_true", help="only say hello to the store and measure the link")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there, until SIGTERM")
+    for flag, setting in _ALIASES.items():
+        name = setting.replace("_", "-")
+        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag, metavar="FILE", help=f"the same as --{name}")
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -33,41 +56,134 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate; exit 1 when a request failed."""
     require_grpc()
+    for flag, setting in _ALIASES.items():
+        if getattr(args, flag) is not None:
+            setattr(args, setting, getattr(args, flag))
     args.full_kv = args.full_kv or "remote"
     config = config_from_args(args)
     registry = registry_from_args(args, config)
     if config.full_kv != "remote" or config.remote is None:
         raise UsageError("drafting needs a store", hint="--remote HOST:PORT")
     if config.compressor is None and config.remote_mode not in {"remote", "fetch", "local"}:
-        raise UsageError("drafting needs a compressor", hint="-c snapkv --keep 0.25")
+        config = _as_offered(config)
     if config.compressor is not None:
         registry.create(config.compressor, config.compressor_options())
     params = params_from_args(args)
-    if not args.prompts and not args.check:
-        raise PromptError("no prompt", hint="give one, or --check")
     shared = _shared(args.file)
 
     from vericache_core.engine import Engine
-    from vericache_core.remote.measure import measure_link
 
-    started = time.perf_counter()
     with Engine.from_pretrained(args.model, config) as engine:
-        ready = time.perf_counter() - started
         if args.check:
-            speed = measure_link(engine.loop.link)  # type: ignore[attr-defined]  # full_kv is remote
-            facts = {"remote": config.remote, "latency_seconds": speed.latency, "bytes_per_second": speed.bandwidth}
-            if args.json:
-                print_json(SCHEMA, facts)
-            else:
-                print(f"{config.remote}: {speed.latency * 1e3:.1f} ms, {speed.bandwidth * 8 / 1e6:.1f} Mbit/s")
-            return 0
+            return _check(engine, json_output=args.json)
+        if not args.prompts:
+            return _serve(args, engine, shared, params)
+        started = time.perf_counter()
         outputs = engine.generate([f"{shared}{prompt}" for prompt in args.prompts], params)
-    seconds = time.perf_counter() - started - ready
+        seconds = time.perf_counter() - started
     _report(args, outputs, seconds)
     failed = [output.error for output in outputs if output.error is not None]
     if failed:
         raise failed[0]
     return 0
+
+
+def _as_offered(config: EngineConfig) -> EngineConfig:
+    """The configuration with the compressor that the store has its prefixes compressed with."""
+    from vericache_core.remote.frames import Message
+    from vericache_core.remote.link import Link
+
+    link = Link.from_config(config)
+    try:
+        offer = link.ask("offer", Message("offer", {})).expect("offer")
+    finally:
+        link.close()
+    if offer.fields.get("compressor") is None:
+        raise UsageError("drafting needs a compressor, and the store names none", hint="-c snapkv --keep 0.25")
+    return replace(config, compressor=offer.text("compressor", 256), options=offer.table("options"))
+
+
+def _check(engine: Engine, *, json_output: bool) -> int:
+    from vericache_core.remote.measure import measure_link
+
+    speed = measure_link(engine.loop.link)  # type: ignore[attr-defined]  # full_kv is remote
+    if json_output:
+        print_json(SCHEMA, {"latency_seconds": speed.latency, "bytes_per_second": speed.bandwidth})
+    else:
+        print(f"{engine.config.remote}: {speed.latency * 1e3:.1f} ms, {speed.bandwidth * 8 / 1e6:.1f} Mbit/s")
+    return 0
+
+
+def _serve(args: argparse.Namespace, engine: Engine, shared: str, params: SamplingParams) -> int:
+    """Answer lines of standard input until it ends; with metrics until SIGTERM, even if it has ended before."""
+    from vericache_core.service.drain import draining
+
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    jobs: dict[Any, Job] = {}
+    with ExitStack() as stack:
+        service: Any = None
+        if args.metrics is not None:
+            from vericache_core.service.http import Service, split_address
+            from vericache_core.service.metrics import Metrics
+            from vericache_core.service.watch import EngineWatch
+
+            metrics = Metrics()
+            service = stack.enter_context(Service(*split_address(args.metrics), metrics))
+            EngineWatch.attach(engine, metrics)
+            service.state = "ready"
+        drain = stack.enter_context(draining(service))
+        threading.Thread(target=_read_lines, args=(lines,), name="vericache-lines", daemon=True).start()
+        ended = False
+        while jobs or not (drain.begun or (ended and service is None)):
+            while not drain.begun and (line := _next(lines, wait=not jobs)) != "":
+                ended = ended or line is None
+                if line is not None:
+                    _take(line, engine, shared, params, jobs)
+            if jobs:
+                engine.step()
+            _print_done(jobs)
+    return 0
+
+
+def _read_lines(lines: queue.SimpleQueue[str | None]) -> None:
+    for line in sys.stdin:
+        if line.strip():
+            lines.put(line)
+    lines.put(None)
+
+
+def _next(lines: queue.SimpleQueue[str | None], *, wait: bool) -> str | None:
+    """The next line, None at the end of all, or an empty one where none has come."""
+    try:
+        return lines.get(timeout=0.2) if wait else lines.get_nowait()
+    except queue.Empty:
+        return ""
+
+
+def _take(line: str, engine: Engine, shared: str, params: SamplingParams, jobs: dict[Any, Job]) -> None:
+    from vericache_core.runtime.sampling_params import SamplingParams
+
+    number: Any = None
+    try:
+        asked = json.loads(line)
+        if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
+            raise PromptError("a line is to be a JSON object with a prompt")
+        number = json.dumps(asked.get("id", len(jobs)))
+        if number in jobs:
+            raise PromptError(f"request {number} runs already")
+        given = asked.get("params")
+        own = params if given is None else SamplingParams.from_mapping(given)
+        jobs[number] = engine.submit(f"{shared}{asked['prompt']}", own)
+    except (VeriCacheError, ValueError, AttributeError) as error:
+        print(json.dumps({"schema": SCHEMA, "id": number and json.loads(number), "error": str(error)}), flush=True)
+
+
+def _print_done(jobs: dict[Any, Job]) -> None:
+    for number, job in list(jobs.items()):
+        if job.finished:
+            output = jobs.pop(number).result()
+            answer = {"schema": SCHEMA, "id": json.loads(number), **_plain(output)}
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
 
 
 def _shared(file: str | None) -> str:
@@ -99,6 +215,7 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
+        "error": None if output.error is None else str(output.error),
         "mode": metrics.mode,
         "drafted": metrics.drafted,
         "accepted": metrics.accepted,

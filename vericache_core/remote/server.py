@@ -2,7 +2,8 @@
 
 Methods (``/vericache.Store/<name>``): ``hello`` compares what both sides run; ``open`` makes a session and streams its
 first verdict (all verdicts, where the store generates); ``prefix`` and ``rows`` stream compressed and full KV;
-``verify`` answers drafts; ``close`` ends a session; ``echo`` returns bytes, to measure the link.
+``verify`` answers drafts; ``close`` ends a session; ``offer`` names the compressor that the store is set up with; ``echo``
+returns bytes, to measure the link.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class StoreServer:
             "rows": stream(self._streaming(self._rows)),
             "verify": unary(self._answering(self._verify)),
             "close": unary(self._answering(self._close)),
+            "offer": unary(self._answering(self._offer)),
             "echo": unary(self._answering(self._echo)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -107,6 +109,10 @@ class StoreServer:
     def _hello(self, message: Message, _tenant: str, _context: Any) -> Message:
         refuse_differences(self.facts, message.table("facts"))
         return Message("welcome", {"facts": self.facts, "tokens": self.limits.tokens, "drafts": self.limits.drafts})
+
+    def _offer(self, _message: Message, _tenant: str, _context: Any) -> Message:
+        config = self._engine.config
+        return Message("offer", {"compressor": config.compressor, "options": config.compressor_options()})
 
     def _echo(self, message: Message, _tenant: str, _context: Any) -> Message:
         return Message("echo", {}, bytes(message.number("bytes", 0, MOST_ECHO)))
