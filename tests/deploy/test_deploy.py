@@ -92,7 +92,6 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(rest)
 
 
-@pytest.mark.xfail(strict=False, reason="`store` and `draft` are not there yet")
 @pytest.mark.parametrize("where", command_lines())
 def test_every_command_line_is_one_that_the_program_takes(where: str) -> None:
     parsed(command_lines()[where])
