@@ -40,7 +40,7 @@ def test_every_field_has_help_and_is_immutable() -> None:
     [
         ("keep", 0), ("keep", 1.5), ("keep", -0.1), ("keep", float("nan")), ("keep", "0.5"), ("keep", True),
         ("keep_tokens", 0), ("keep_tokens", 1.0), ("window", 0), ("window", "8"), ("window", None), ("rows", 1), ("rows", 1025),
-        ("identity", "exact"), ("full_kv", "elsewhere"), ("dtype", "int8"), ("threads", 0), ("ring_layers", 1), ("ring_layers", 5),
+        ("identity", "exact"), ("full_kv", "cloud"), ("dtype", "int8"), ("threads", 0), ("ring_layers", 1), ("ring_layers", 5),
         ("fold", -1), ("max_model_len", 0), ("on_compressor_error", "ignore"), ("on_swap_error", ""), ("probe", 1),
         ("attention", "cudnn"), ("device", "GPU 0"), ("device", ""), ("compressor", ""), ("compressor", 3), ("swap_dir", ""),
         ("options", [1]), ("options", {1: 2}), ("disable_plugins", "one"), ("disable_plugins", [1]),
