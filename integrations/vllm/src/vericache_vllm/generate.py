@@ -1,0 +1,156 @@
+"""The loop between a drafter and a verifier that share nothing but token ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from vericache_core.errors import PromptError, RemoteError, VeriCacheError
+from vericache_core.runtime.request import describe
+from vericache_vllm.drafter import Drafter, DraftSession
+from vericache_vllm.verdict import Check, Verdict, Verifier
+
+log = logging.getLogger("vericache.vllm")
+
+
+@dataclass
+class Generated:
+    """Tokens of one request and what they cost.
+
+    Attributes:
+        token_ids: committed tokens, an ending id included.
+        finish_reason: ``"stop"`` or ``"length"``.
+        rounds: verifications with drafts.
+        drafted, accepted: tokens, over those rounds.
+        cached, prompted: tokens whose KV came from a cache, of all tokens sent to the verifier.
+        reruns: verifications run again because a cache covered the last verified token.
+        ties: verifications that two equal scores left undecided.
+        margin: smallest lead of a committed token over the second best, in nats, as far as rows told.
+        degraded: why drafting ended early, if it did.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cached: int = 0
+    prompted: int = 0
+    reruns: int = 0
+    ties: int = 0
+    margin: float = float("inf")
+    degraded: str | None = None
+
+    @property
+    def mean_run(self) -> float:
+        """Accepted drafts per verification with drafts."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+
+class _Live:
+    """A request under way."""
+
+    def __init__(self, prompt: Sequence[int], limit: int) -> None:
+        self.prompt, self.limit, self.done = tuple(prompt), limit, limit == 0
+        self.output = Generated()
+        self.session: DraftSession | None = None
+        self.drafts: list[int] = []
+        self.tied = False
+
+    def check(self) -> Check:
+        return Check((*self.prompt, *self.output.token_ids), tuple(self.drafts))
+
+    def degrade(self, why: str) -> None:
+        log.warning("drafting ends, plain decoding goes on: %s", why)
+        self.output.degraded = why
+        self.drafts = []
+        self.close()
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def take(self, verdict: Verdict, ends: Collection[int]) -> None:
+        output, sent = self.output, len(self.drafts)
+        output.prompted += len(self.prompt) + len(output.token_ids) + sent
+        output.cached += verdict.cached
+        output.reruns += verdict.reruns
+        output.margin = min(output.margin, *verdict.margins, float("inf"))
+        if sent:
+            output.rounds += 1
+            output.drafted += sent
+            output.accepted += verdict.accepted
+        agreed = self.drafts[: verdict.accepted]
+        self.drafts = []
+        self.tied = verdict.token is None
+        if self.tied:
+            output.ties += 1
+            if not sent:
+                raise RemoteError("the verifier left a request without drafts undecided")
+        for token in agreed if verdict.token is None else [*agreed, verdict.token]:
+            output.token_ids.append(token)
+            if token in ends:
+                output.finish_reason, self.done = "stop", True
+            elif len(output.token_ids) == self.limit:
+                self.done = True
+            if self.done:
+                return
+
+
+def generate(
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    verifier: Verifier,
+    drafter: Drafter | None = None,
+    window: int = 8,
+    ends: Collection[int] = (),
+) -> list[Generated]:
+    """Decode greedily: ``drafter`` proposes, ``verifier`` decides; all requests go in rounds of one verification.
+
+    Args:
+        prompts: token ids.
+        max_new_tokens: most tokens of each request.
+        verifier: decides every token.
+        drafter: ``None`` decodes plainly, one token a verification. A drafter that fails costs speed only.
+        window: tokens drafted before a verification.
+        ends: ids that end a request.
+
+    Raises:
+        PromptError: a prompt is empty or too long for the verifier.
+        RemoteError: the verifier failed; nothing that it did not decide was committed.
+    """
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise PromptError(f"prompt {number} is empty", hint="give at least one token")
+        if len(prompt) + max_new_tokens > verifier.max_model_len:
+            raise PromptError(
+                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
+                f"verifier's {verifier.max_model_len}"
+            )
+    live = [_Live(prompt, max_new_tokens) for prompt in prompts]
+    try:
+        while running := [request for request in live if not request.done]:
+            for request in running:
+                _draft(request, drafter, window)
+            for request, verdict in zip(running, verifier.verify([r.check() for r in running]), strict=True):
+                request.take(verdict, ends)
+        return [request.output for request in live]
+    finally:
+        for request in live:
+            request.close()
+
+
+def _draft(request: _Live, drafter: Drafter | None, window: int) -> None:
+    committed = request.output.token_ids
+    # The bonus token of a verification is free: the last token needs no draft.
+    count = min(window, request.limit - len(committed) - 1)
+    if drafter is None or request.output.degraded or count <= 0 or request.tied:
+        return
+    try:
+        if request.session is None:
+            request.session = drafter.open(request.prompt)
+        request.drafts = request.session.propose(committed, count)
+    except Exception as error:  # noqa: BLE001 (whatever a drafter raises costs speed, never tokens)
+        request.degrade(str(error) if isinstance(error, VeriCacheError) else describe(error))
