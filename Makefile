@@ -13,10 +13,10 @@ PACKAGES   := $(filter-out compressors/kvpress,$(PACKAGES))
 MANIFESTS  := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
 STAMP      := $(VENV)/.installed
 TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(addsuffix /tests,$(PACKAGES)) benchmarks)
-TYPED      += integrations/vllm/src
+TYPED      += integrations/vllm/src integrations/vllm/tests
 # mypy does not see through the import hooks of editable installs, so it is told where the sources are.
 EMPTY      :=
-SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks:integrations/vllm/src
+SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks:integrations/vllm/src:integrations/vllm/tests
 
 # About 5,500 tokens that every checkout has: a licence and a piece of Python.
 CONTEXT    ?= LICENSE vericache_core/plugins/registry.py

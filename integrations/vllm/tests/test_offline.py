@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import Generated, generate
 from vericache_vllm.home import CHUNK_SIZE, KVHome
 from vericache_vllm.offline import OfflineVerifier, build_llm, covered, verification_params
-from vericache_vllm.verdict import Check
+from vericache_vllm.verdict import Check, Verdict
 
 NEW_TOKENS = 64
 # The second prompt ends on a chunk: its first verification already stands on the boundary.
@@ -40,10 +40,12 @@ def home(redis: str, folder: Path) -> Iterator[KVHome]:
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path, home: KVHome) -> LLM:
-    return build_llm(
+def llm(model: Path, home: KVHome) -> Iterator[LLM]:
+    llm = build_llm(
         str(model), home.address, block_size=CHUNK_SIZE, enforce_eager=True, max_model_len=512, dtype="float32", max_num_seqs=4
     )
+    yield llm
+    OfflineVerifier(llm).close()
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +182,22 @@ def test_a_prompt_shorter_than_a_chunk(llm: LLM) -> None:
     assert (verdict.accepted, verdict.token, verdict.cached) == (3, reference[3], 0)
     one = OfflineVerifier(llm).verify([Check(prompt[:1], prompt[1:2])])[0]
     assert one.token is not None
+
+
+def test_the_home_dies_in_the_middle(llm: LLM, model: Path, home: KVHome, reference: list[list[int]]) -> None:
+    """The last test: without LMCache everything is recomputed, and nothing changes."""
+    drafter = CompressedDrafter.from_pretrained(str(model), "kivi", options={"bits": 4, "residual": 32})
+    verifier, asked = OfflineVerifier(llm), []
+
+    class Dying:
+        max_model_len = verifier.max_model_len
+
+        def verify(self, checks: Sequence[Check]) -> list[Verdict]:
+            asked.append(len(checks))
+            if len(asked) == 4:
+                home.close()
+            return verifier.verify(checks)
+
+    outputs = generate(PROMPTS, NEW_TOKENS, Dying(), drafter, window=6)
+    assert len(asked) > 4
+    assert [output.token_ids for output in outputs] == reference

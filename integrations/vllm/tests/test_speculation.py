@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,20 @@ PROMPTS = [tiny.prompt(100, seed=1), [*tiny.prompt(20, seed=2), *tiny.prompt(20,
 SETTINGS = {"block_size": 32, "enforce_eager": True, "max_model_len": 256, "dtype": "float32", "max_num_seqs": 4}
 
 
-@contextmanager
-def engine(model: Path, **further: Any) -> Iterator[LLM]:
-    """One engine at a time in this process."""
-    llm = LLM(model=str(model), disable_log_stats=False, **{**SETTINGS, "enable_prefix_caching": False, **further})
-    try:
-        yield llm
-    finally:
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+def engine(model: Path, **further: Any) -> LLM:
+    return LLM(model=str(model), disable_log_stats=False, **{**SETTINGS, "enable_prefix_caching": False, **further})
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    end_engines()
+
+
+def end_engines() -> None:
+    """Engines in one process share its groups of ranks: all references to one are dropped before the next begins."""
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 def greedy(llm: LLM) -> list[list[int]]:
@@ -42,16 +45,19 @@ def greedy(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def accepted(llm: LLM) -> tuple[int, int]:
-    """``(accepted drafts, drafts)`` so far."""
+def speculate(model: Path, arguments: dict[str, Any]) -> tuple[list[list[int]], int, int]:
+    """``(tokens, accepted drafts, drafts)`` of an engine that ends with this function."""
+    llm = engine(model, **arguments)
+    tokens = greedy(llm)
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return int(counts["vllm:spec_decode_num_accepted_tokens"]), int(counts["vllm:spec_decode_num_draft_tokens"])
+    return tokens, int(counts["vllm:spec_decode_num_accepted_tokens"]), int(counts["vllm:spec_decode_num_draft_tokens"])
 
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> list[list[int]]:
-    with engine(model) as llm:
-        return greedy(llm)
+    found = greedy(engine(model))
+    end_engines()
+    return found
 
 
 def test_drafts_in_the_engine(model: Path, reference: list[list[int]], figure: list[str]) -> None:
@@ -65,9 +71,9 @@ def test_drafts_in_the_engine(model: Path, reference: list[list[int]], figure: l
         "fp8 by vLLM's dtype": dtype_draft(str(model), "fp8", WINDOW),
         "n-gram": speculative(method="ngram", num_speculative_tokens=WINDOW, prompt_lookup_max=3, prompt_lookup_min=1),
     }.items():
-        with engine(model, **arguments) as llm:
-            assert greedy(llm) == reference, name
-            kept, drafted = accepted(llm)
+        tokens, kept, drafted = speculate(model, arguments)
+        end_engines()
+        assert tokens == reference, name
         rates[name] = kept / drafted
         figure.append(f"in the engine, {name}: identical; {kept} of {drafted} drafts accepted")
     assert rates["the same KV"] == 1.0
@@ -77,11 +83,8 @@ def test_drafts_in_the_engine(model: Path, reference: list[list[int]], figure: l
 def test_an_engine_drafts_for_another(model: Path, reference: list[list[int]], figure: list[str]) -> None:
     """Lossy KV dtype and n-gram drafts beneath it in one engine, decided by another."""
     beneath = speculative(method="ngram", num_speculative_tokens=WINDOW, prompt_lookup_max=3, prompt_lookup_min=1)
-    with (
-        engine(model, kv_cache_dtype="fp8", **{**beneath, "enable_prefix_caching": True}) as drafting,
-        engine(model) as deciding,
-    ):
-        outputs = generate(PROMPTS, NEW_TOKENS, OfflineVerifier(deciding), EngineDrafter(drafting), window=6)
+    drafting = engine(model, kv_cache_dtype="fp8", enable_prefix_caching=True, **beneath)
+    outputs = generate(PROMPTS, NEW_TOKENS, OfflineVerifier(engine(model)), EngineDrafter(drafting), window=6)
     assert [output.token_ids for output in outputs] == reference
     assert all(output.degraded is None for output in outputs)
     runs = ", ".join(f"{output.mean_run:.2f} in {output.rounds} rounds" for output in outputs)

@@ -36,8 +36,9 @@ def verifier(model: Path, redis: str, folder: Path) -> Iterator[OfflineVerifier]
         dtype="float32",
         max_num_seqs=4,
     )
-    yield OfflineVerifier(llm)
-    llm.llm_engine.engine_core.shutdown()
+    verifier = OfflineVerifier(llm)
+    yield verifier
+    verifier.close()
     home.close()
 
 

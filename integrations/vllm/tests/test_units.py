@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +206,12 @@ def test_prompts_are_checked_first(model: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fly", "synthetic", "typical", "", None])
 def test_lossy_rejection_methods_are_refused_by_name(method: Any) -> None:
-    for build in (
+    builders: list[Callable[[], Any]] = [
         lambda: speculative(method="ngram", num_speculative_tokens=3, rejection_sample_method=method),
         lambda: dtype_draft("model", "fp8", 3, rejection_sample_method=method),
         lambda: compressed_draft("model", "turboquant", {"bits": 4}, 3, rejection_sample_method=method),
-    ):
+    ]
+    for build in builders:
         with pytest.raises(ConfigError, match="rejection_sample_method=" + repr(method)):
             build()
 
@@ -372,4 +373,5 @@ def test_the_connector_is_configured_as_json() -> None:
     from vericache_vllm.offline import kv_transfer_config
 
     config = json.loads(json.dumps(kv_transfer_config("[::1]:5555")))
-    assert config["kv_connector_extra_config"] == {"lmcache.mp.host": "tcp://[::1]", "lmcache.mp.port": 5555}
+    extra = config["kv_connector_extra_config"]
+    assert (extra["lmcache.mp.host"], extra["lmcache.mp.port"]) == ("tcp://[::1]", 5555)

@@ -16,7 +16,7 @@ DRAFT_PREFIX = "draft_model."
 """What vLLM's draft model calls its layers."""
 
 
-class DraftAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+class DraftAttentionBackend(CPUAttentionBackend):
     """The stock backend, unless the engine's ``additional_config`` names a compressor for drafts."""
 
     @staticmethod
@@ -25,7 +25,7 @@ class DraftAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
         return DraftAttentionImpl if _asked() else stock
 
 
-class DraftAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+class DraftAttentionImpl(CPUAttentionBackendImpl):
     """Writes decoded codes in place of the draft's KV rows; the target's rows are written as ever."""
 
     def __init__(self, *arguments: Any, **further: Any) -> None:

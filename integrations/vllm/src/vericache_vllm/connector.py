@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class VeriCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
+class VeriCacheConnector(LMCacheMPConnector):
     """LMCache's connector that never serves the last verified token of a request, nor anything after it.
 
     Requests without ``kv_transfer_params["vericache_verified"]`` are served as ever.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 MOST_CHECKS = 256
 TokenId = Annotated[int, Field(strict=True, ge=0)]
-router = APIRouter()
 
 
 class WireCheck(BaseModel):
@@ -49,14 +48,12 @@ class WireChecks(BaseModel):
     salt: str | None = None
 
 
-@router.get(PATH)
 async def describe(raw: Request, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
     """What a client has to know before it sends anything."""
     state = _admitted(raw, authorization)
     return {"protocol": PROTOCOL, "max_model_len": state.max_model_len, "vocab_size": state.vocab_size, "model": state.model}
 
 
-@router.post(PATH)
 async def verify(body: WireChecks, raw: Request, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
     """Verdicts in the order of the checks."""
     state = _admitted(raw, authorization)
@@ -130,6 +127,9 @@ class VeriCacheEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         require_compatible("endpoint")
+        router = APIRouter()
+        router.add_api_route(PATH, describe, methods=["GET"])
+        router.add_api_route(PATH, verify, methods=["POST"])
         app.include_router(router)
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:

@@ -79,6 +79,10 @@ class OfflineVerifier:
             for number, (check, output) in enumerate(zip(checks, outputs, strict=True))
         ]
 
+    def close(self) -> None:
+        """End the engine. Do it before its LMCache server ends, or it waits for an answer that nobody gives."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _run(self, checks: Sequence[Check], *, use_cache: bool) -> list[RequestOutput]:
         if not checks:
             return []
@@ -109,13 +113,24 @@ def build_llm(model: str, kv_server: str | None = None, **engine: Any) -> LLM:
     return LLM(model=model, **settings)
 
 
-def kv_transfer_config(kv_server: str) -> dict[str, Any]:
-    """What ``--kv-transfer-config`` or ``LLM(kv_transfer_config=...)`` is given to use our connector."""
+def kv_transfer_config(kv_server: str, seconds: float = 10.0) -> dict[str, Any]:
+    """What ``--kv-transfer-config`` or ``LLM(kv_transfer_config=...)`` is given to use our connector.
+
+    Args:
+        kv_server: ``host:port`` of an LMCache server.
+        seconds: longest wait for it, and the time between two signs of life; after that KV is recomputed.
+    """
     host, _, port = kv_server.rpartition(":")
+    extra = {
+        "lmcache.mp.host": f"tcp://{host}",
+        "lmcache.mp.port": int(port),
+        "lmcache.mp.mq_timeout": seconds,
+        "lmcache.mp.heartbeat_interval": seconds,
+    }
     return {
         "kv_connector": "VeriCacheConnector",
         "kv_connector_module_path": "vericache_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)},
+        "kv_connector_extra_config": extra,
     }
