@@ -142,7 +142,6 @@ class StepLoop:
         started = time.perf_counter()
         self._collect(block=False)
         segments = self._segments(plan, by_number)
-        segments = self._send_to_background(segments)
         if not segments:
             self._idle = 0 if self.background.busy or plan.start or plan.preempt else self._idle + 1
             self.settle()
@@ -157,8 +156,11 @@ class StepLoop:
                 plan = StepPlan(plan.start, plan.preempt, (), plan.streams)
             else:
                 self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
-        self._step_seconds = time.perf_counter() - started
-        self.scheduler.done(plan, self._step_seconds)
+        seconds = time.perf_counter() - started
+        if segments and not any(part.want.phase != "draft" and part.request.full.offloaded for part in segments):
+            before = self._step_seconds
+            self._step_seconds = seconds if before == float("inf") else 0.8 * before + 0.2 * seconds
+        self.scheduler.done(plan, seconds)
         self.observer.stepped(self)
         finished = [request for request in self.requests if request.finished]
         for request in finished:
@@ -177,23 +179,34 @@ class StepLoop:
         """Rows of the step, side by side; a block that does not fit is cut, and asked for again later.
 
         Each request that swaps takes ring slots for the whole step. Those that the device has no room for beside the
-        first wait for another step.
+        first wait for another step. A verify whose swap would hold up the others goes to the background, one at a
+        time, and whoever else is due drafts on meanwhile.
         """
         segments: list[Segment[Request]] = []
+        apart: Segment[Request] | None = None
         first = 0
         room, slots = self._ring_room(), 0.0
         flying = self.background.number
         if flying is not None:
             slots = self._transient(by_number[flying])
         for part in plan.parts:
-            request = by_number[part.number]
+            request, phase = by_number[part.number], part.phase
             if request.finished or part.number == flying:
                 continue
-            needed = 0.0 if part.phase == "draft" else self._transient(request)
+            long = phase != "draft" and self._swaps_long(request)
+            if long and (flying is not None or apart is not None):
+                # The link is taken: a second swap would only make both late.
+                if not request.may_draft_on():
+                    continue
+                long, phase = False, "draft"
+            needed = 0.0 if phase == "draft" else self._transient(request)
             if slots and needed and slots + needed > room:
                 continue
             slots += needed
-            want = request.want(part.phase)
+            want = request.want(phase)
+            if long and len(want.tokens) <= self.adapter.most_rows:
+                apart = Segment(request, want, 0, len(want.tokens))
+                continue
             rows = part.rows if want.phase == "prefill" else len(want.tokens)
             count = min(rows, self.adapter.most_rows - first)
             if count > 0:
@@ -201,32 +214,22 @@ class StepLoop:
                 first += count
         if self.ring.nbytes + slots > room:
             self.ring.trim()  # slots are kept for reuse, and requests that came since may need the room
-        return segments
-
-    def _send_to_background(self, segments: list[Segment[Request]]) -> list[Segment[Request]]:
-        """Start one verify whose swap would hold up the others for longer than a step; returns what is left to run now."""
-        if self.background.number is not None:
-            # The link is taken: a second swap would only make both late.
-            return _moved_up([segment for segment in segments if not self._swaps_long(segment)])
-        if len(segments) < 2 or not self._overlaps():
-            return segments
-        for segment in segments:
-            if self._swaps_long(segment) and segment.count == len(segment.want.tokens):
-                alone = Segment(segment.request, segment.want, 0, segment.count)
-                self.background.start(alone, functools.partial(self._verify_alone, alone))
-                rest = [other for other in segments if other is not segment and not self._swaps_long(other)]
-                return _moved_up(rest)
+        if apart is not None:
+            if not segments:
+                return [apart]  # there is nobody to hold up
+            self.background.start(apart, functools.partial(self._verify_alone, apart))
         return segments
 
     def _verify_alone(self, segment: Segment[Request]) -> Tensor:
         return self._forward([segment], self.compression.observe)[0]
 
-    def _swaps_long(self, segment: Segment[Request]) -> bool:
-        full = segment.request.full
-        if segment.want.phase == "draft" or segment.request.draft is None or not full.offloaded or not full.moved_bytes:
+    def _swaps_long(self, request: Request) -> bool:
+        """Whether its next swap takes longer than a step that swaps nothing, and may run beside others."""
+        full = request.full
+        if request.draft is None or not full.offloaded or not full.moved_bytes or not self._overlaps():
             return False
-        rounds = max(1, segment.request.metrics.rounds)
-        return full.link_seconds / full.moved_bytes * self._swap_bytes(segment.request, rounds) > self._step_seconds
+        rounds = max(1, request.metrics.rounds)
+        return full.link_seconds / full.moved_bytes * self._swap_bytes(request, rounds) > self._step_seconds
 
     def _swap_bytes(self, request: Request, rounds: int) -> float:
         """Bytes of one swap of ``request``: the mean of those that were, and at first all of its offloaded rows."""
@@ -329,13 +332,3 @@ class StepLoop:
             self.compression.update(request)
         except PluginFailure as failure:
             self.recovery.compressor_failed(request, failure.where, failure.error)
-
-
-def _moved_up(segments: Sequence[Segment[Request]]) -> list[Segment[Request]]:
-    """The same segments without gaps between their rows."""
-    placed: list[Segment[Request]] = []
-    first = 0
-    for segment in segments:
-        placed.append(Segment(segment.request, segment.want, first, segment.count))
-        first += segment.count
-    return placed

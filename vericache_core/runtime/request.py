@@ -23,6 +23,7 @@ from vericache_core.runtime.metrics import NEAR_TIE, RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import Proposer
+from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.sampling_params import SamplingParams
 
 Phase = Literal["prefill", "decode", "draft", "verify"]
@@ -117,6 +118,11 @@ class Request:
                 self.window = self.pace.next_window()
                 self.metrics.windows.append(self.window)
         return self.window
+
+    def may_draft_on(self) -> bool:
+        """Whether it may draft beyond its window, as many tokens again, while its verify has to wait."""
+        most = min(self.most_drafts, 2 * self.window, MOST)
+        return self.draft is not None and not self.verifying and len(self.drafts) < most
 
     def want(self, phase: Phase) -> Want:
         """Rows for the next step. ``phase`` is the scheduler's wish: to draft one token more, or to ask the full KV.
