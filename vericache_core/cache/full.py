@@ -39,7 +39,8 @@ class FullKV:
 
     Attributes:
         tokens: rows that count.
-        link_seconds: time that loads took so far, and ``waited_seconds`` that a step stood still for them.
+        link_seconds: time that loads took so far, of ``link_bytes`` bytes, and ``waited_seconds`` that a step stood
+            still for them.
 
     Args:
         layers: descriptors of the model.
@@ -77,6 +78,7 @@ class FullKV:
         self._exact: ExactRows | None = None
         self._room = 0
         self.link_seconds = self.waited_seconds = 0.0
+        self.link_bytes = 0
 
     def make_room(self, rows: int) -> None:
         """Make room for ``rows`` rows at once on layers that stay on the device; without it they grow page by page."""
@@ -289,11 +291,12 @@ class FullKV:
         self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact)))
 
     def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.moved_bytes
         try:
             self._fill(layer, slot, tokens, exact)
         finally:
             self.link_seconds += time.perf_counter() - started
+            self.link_bytes += self.moved_bytes - before
 
     def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
         assert self._store is not None

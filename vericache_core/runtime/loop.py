@@ -18,6 +18,7 @@ from vericache_core.errors import SwapError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.background import BackgroundVerify
 from vericache_core.runtime.compress import Compression, PluginFailure
+from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.observer import LoopObserver
 from vericache_core.runtime.recover import Recovery
 from vericache_core.runtime.request import Request
@@ -45,6 +46,7 @@ class StepLoop:
         on_swap_error: ``"recompute"`` or ``"fail"``.
         encode: text -> token ids, for compressors that need it.
         overlaps: whether two steps may run at the same time, asked before a verify goes to the background.
+        link: learns how fast swaps come in.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class StepLoop:
         on_swap_error: str = "recompute",
         encode: Callable[[str], list[int]] | None = None,
         overlaps: Callable[[], bool] = lambda: True,
+        link: LinkMeter | None = None,
     ) -> None:
         self.adapter, self.ring, self._attend = adapter, ring, attend
+        self.link = link or LinkMeter()
         self.scheduler, self._holds, self._overlaps = scheduler, holds, overlaps
         self.compression = Compression(adapter, fold, encode, self._forward)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
@@ -132,6 +136,7 @@ class StepLoop:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that finished in it (they are removed)."""
+        self._collect(block=False)  # before the plan, which must not ask again for what a verdict has settled
         plan = self.scheduler.plan(time.monotonic())
         by_number = {request.number: request for request in self.requests}
         for number in plan.preempt:
@@ -140,7 +145,6 @@ class StepLoop:
             request = by_number[number]
             request.full.make_room(request.greatest_length)
         started = time.perf_counter()
-        self._collect(block=False)
         segments = self._segments(plan, by_number)
         if not segments:
             self._idle = 0 if self.background.busy or plan.start or plan.preempt else self._idle + 1
@@ -225,16 +229,15 @@ class StepLoop:
 
     def _swaps_long(self, request: Request) -> bool:
         """Whether its next swap takes longer than a step that swaps nothing, and may run beside others."""
-        full = request.full
-        if request.draft is None or not full.offloaded or not full.moved_bytes or not self._overlaps():
+        rate = self.link.seconds_per_byte(request.full.tier)
+        if request.draft is None or not request.full.offloaded or rate is None or not self._overlaps():
             return False
-        rounds = max(1, request.metrics.rounds)
-        return full.link_seconds / full.moved_bytes * self._swap_bytes(request, rounds) > self._step_seconds
+        return rate * self._swap_bytes(request) > self._step_seconds
 
-    def _swap_bytes(self, request: Request, rounds: int) -> float:
+    def _swap_bytes(self, request: Request) -> float:
         """Bytes of one swap of ``request``: the mean of those that were, and at first all of its offloaded rows."""
         if request.metrics.rounds:
-            return (request.full.moved_bytes - request.swapped_before) / rounds
+            return (request.full.moved_bytes - request.swapped_before) / request.metrics.rounds
         return float(request.full.tokens * sum(self.adapter.layers[index].token_bytes for index in request.full.offloaded))
 
     def _collect(self, *, block: bool) -> None:
@@ -309,8 +312,10 @@ class StepLoop:
     def _count_swap(self, request: Request) -> None:
         """Add up link time; what a step in the foreground waited for it was not hidden."""
         full = request.full
-        link, waited = full.link_seconds - request.link_counted[0], full.waited_seconds - request.link_counted[1]
-        request.link_counted = (full.link_seconds, full.waited_seconds)
+        now = full.link_seconds, full.link_bytes, full.waited_seconds
+        link, nbytes, waited = (after - before for after, before in zip(now, request.link_counted, strict=True))
+        request.link_counted = now
+        self.link.observe(full.tier, nbytes, link)
         self.swap_seconds += link
         request.metrics.swap_seconds += link
         if self._foreground:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ from vericache_core.config import EngineConfig
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.calibration import load_calibration, prior_key
-from vericache_core.runtime.costs import CostModel
+from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, SWAP_MARGIN, Demand, Mode, best_mix
 from vericache_core.runtime.pace import Pace
@@ -21,6 +23,8 @@ from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
 from vericache_core.runtime.window import WindowController
 
+LINK_TOLERANCE = 0.1
+"""Share by which a link may differ from what is believed of it before prices are worked out anew."""
 UNBOUNDED = 1e18
 """Bytes that stand for no budget."""
 
@@ -41,6 +45,7 @@ class Planner:
         self._token_bytes = sum(layer.token_bytes for layer in adapter.layers)
         self._shares: dict[str, float] = {}
         self._pricer: RoundPricer | None = None
+        self.link = LinkMeter()
         priors: dict[str, Prior] = {}
         if config.calibration is not None:
             found = load_calibration(config.calibration, fingerprint())
@@ -51,9 +56,17 @@ class Planner:
 
     @property
     def pricer(self) -> RoundPricer:
-        """Prices by the calibration file, or by a measurement that the first question brings about."""
+        """Prices by the calibration file, or by a measurement that the first question brings about.
+
+        What swaps have cost lately replaces what a calibration says of their link.
+        """
         if self._pricer is None:
             self._pricer = RoundPricer(self._measure())
+        tier, costs = self.config.full_kv, self._pricer.costs
+        seen, known = self.link.seconds_per_byte(tier), costs.links.get(tier)
+        if seen is not None and (known is None or abs(seen - known.seconds_per_byte) > LINK_TOLERANCE * seen):
+            links = {**costs.links, tier: Link(0.0, seen)}
+            self._pricer = RoundPricer(dataclasses.replace(costs, links=links))
         return self._pricer
 
     @property

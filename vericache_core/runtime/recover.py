@@ -79,7 +79,7 @@ class Recovery:
         request.metrics.swap_bytes += request.full.moved_bytes
         request.forget_draft()
         request.full.close()
-        request.link_counted = (0.0, 0.0)
+        request.link_counted = (0.0, 0, 0.0)
         try:
             request.full = self._make_full(request)
         except VeriCacheError as again:

@@ -85,7 +85,7 @@ class Request:
         self.protected: tuple[tuple[int, int], ...] = ()
         self.logits: list[Tensor] | None = None
         self.recoveries = 0
-        self.link_counted = (0.0, 0.0)
+        self.link_counted = (0.0, 0, 0.0)  # link seconds and bytes, seconds waited
         self.swapped_before = 0
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
 
