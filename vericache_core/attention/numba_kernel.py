@@ -6,125 +6,199 @@ whichever thread it lands, so a row's result is row-invariant by construction:
 - scores and weighted sums are the register tiles of ``numba_tiles.py``, in which every number is one chain of
   multiply-adds in order, however many rows share the tile;
 - keys outside the row's ``[start, limit)`` get weight 0 and their values are never multiplied;
-- the sum of weights is folded in halves, always the same ones, and ``exp`` is a polynomial of our own (``numba_softmax.py``).
+- the sum of weights is folded in halves, always the same ones, and ``exp`` is a polynomial of our own (``numba_softmax.py``);
+- what came before a page is multiplied by a power of two only if the row's own largest score has grown.
 
 Where queries and KV are bfloat16 and the CPU multiplies bfloat16 pairs, it does, and softmax weights are rounded
 to bfloat16 before they meet the values (their sum is that of the rounded ones); accumulation is float32 either way.
-Threads take (row block, KV head) items. The torch reference in ``paged.py`` computes the same attention in float32;
-an engine uses one of them throughout.
+A work item is some rows of one request and one KV head. It lays a page out once, for all its rows (``numba_panels.py``),
+and asks for the next page while it computes. The torch reference in ``paged.py`` computes the same attention in
+float32; an engine uses one of them throughout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import e, log2
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, njit, prange
+from numba import carray, get_num_threads, njit, prange
 from torch import Tensor
 
 from vericache_core.attention.numba_bits import as_pointer
-from vericache_core.attention.numba_softmax import make_soften
+from vericache_core.attention.numba_panels import DOT, FLOAT32, FORMS, LINE, lay_out_panel
+from vericache_core.attention.numba_softmax import make_soften, power_of_two
 from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.places import lay_out
+from vericache_core.attention.shares import share_out
 from vericache_core.cache.pages import PAGE
 
-ROW_BLOCK = 16
-"""Most rows of one work item."""
-DOT, FLOAT32, BFLOAT16, FLOAT16 = range(4)
-FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+LOG2_E = log2(e)
 HAVE_DOT = has_dot()
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
-_dot_tile = make_tile("dot" if HAVE_DOT else "bfloat16")  # without the instruction the name must exist and is never called
-_soften_rounded, _soften_exact = make_soften(rounded=True), make_soften(rounded=False)
-_float32_tile, _bfloat16_tile, _float16_tile = make_tile("float32"), make_tile("bfloat16"), make_tile("float16")
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def address(array: Any) -> Any:
-    """Where ``array`` lies; signed, because Numba turns a sum of signed and unsigned integers into a float."""
-    return np.int64(array.ctypes.data)
+_float32_tile, _soften_exact = make_tile("float32"), make_soften(rounded=False)
+# Without the instruction the names must exist and are never called.
+_dot_tile = make_tile("dot") if HAVE_DOT else _float32_tile
+_soften_rounded = make_soften(rounded=True) if HAVE_DOT else _soften_exact
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _tile(
-    form: Any, rows: Any, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any
+def _product(
+    form: Any, rows: Any, factors: Any, panel: Any, count: Any, start: Any, target: Any, columns: Any, ahead: Any
 ) -> None:
-    if form == DOT:
-        _dot_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
-    elif form == FLOAT32:
-        _float32_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
-    elif form == BFLOAT16:
-        _bfloat16_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
-    else:
-        _float16_tile(rows, a, a_step, b, b_step, count, c, c_step, columns)
+    """``target = start + factors @ panel`` in tiles: ``count`` rows of the panel, ``columns`` of it, a multiple of ``COLUMNS``.
 
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _weigh(form: Any, rows: Any, weights: Any, step: Any, low: Any, high: Any, values: Any, acc: Any, shape: Any) -> None:
-    """``acc[r] += weights[r, low:high] @ values[low:high]``; ``low`` and ``high`` in rows of ``values`` (dot: pairs).
-
-    ``weights``, ``values`` and ``acc`` are addresses; ``shape`` is (width of a number of values, value_dim,
-    padded value_dim). A weight takes four bytes in either form: a float32, or a pair of bfloat16.
+    ``factors``, ``panel``, ``start`` and ``target`` are (address, step in bytes). On the way it asks for cache lines, as
+    many as all tiles together have rows of the panel: ``ahead`` is (address, most).
     """
-    width, value_dim, padded = shape
-    unit = 2 if form == DOT else 1
-    line = value_dim * width
-    for column in range(0, value_dim, COLUMNS):
-        at = values + low * unit * line + column * width
-        target, rest = acc + column * 4, value_dim - column
-        _tile(form, rows, weights + low * 4, step, at, line, high - low, target, padded * 4, rest)
+    (a, a_step), (b, b_step), (first, first_step), (c, c_step) = factors, panel, start, target
+    next_line, lines = ahead
+    for row in range(0, rows, TILE):
+        tall = min(rows - row, TILE)
+        for column in range(0, columns * 4, COLUMNS * 4):
+            fetched = (next_line, LINE if lines > 0 else 0)
+            next_line, lines = next_line + count * fetched[1], lines - count
+            own, wide = (a + row * a_step, a_step), (b + column, b_step)
+            old, new = (first + row * first_step + column, first_step), (c + row * c_step + column, c_step)
+            if form == DOT:
+                _dot_tile(tall, own, wide, count, old, new, fetched)
+            else:
+                _float32_tile(tall, own, wide, count, old, new, fetched)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _weigh_half(weights: Any, begin: Any, end: Any, pair: Any, values: Any, acc: Any, spare: Any, shape: Any) -> None:
-    """One pair of bfloat16 rows of which ``[begin, end)`` hides one: that one is read as zeros."""
-    value_dim = shape[1]
-    rows = carray(as_pointer(values), (PAGE, value_dim), np.uint16)
-    for half in range(2):
-        seen = begin <= 2 * pair + half < end
-        for d in range(value_dim):
-            spare[half, d] = rows[2 * pair + half, d] if seen else np.uint16(0)
-    _weigh(DOT, 1, weights + pair * 4, 0, 0, 1, address(spare), acc, shape)
+def _weigh_alone(form: Any, weights: Any, steps: Any, seen: Any, panel: Any, total: Any, padded: Any, spare: Any) -> None:
+    """One row against ``steps`` (from, to) of a panel of values, of which it sees the keys ``seen`` (from, to)."""
+    (low, high), (begin, end), line = steps, seen, padded * 4
+    for step in range(low, high):
+        at = panel + step * line
+        if form == DOT and (2 * step < begin or 2 * step + 2 > end):  # of a pair it sees one: the other is read as zeros
+            keep = np.uint32(0xFFFF) if 2 * step >= begin else np.uint32(0xFFFF0000)
+            words, part = carray(as_pointer(at), padded, np.uint32), carray(as_pointer(spare), padded, np.uint32)
+            for d in range(padded):
+                part[d] = words[d] & keep
+            at = spare
+        _product(form, 1, (weights + step * 4, 0), (at, line), 1, (total, 0), (total, 0), padded, (at, 0))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _weigh_alone(form: Any, weights: Any, units: Any, seen: Any, values: Any, acc: Any, spare: Any, shape: Any) -> None:
-    """A single row against the rows of values that it sees within ``units``, in order."""
-    begin, end = seen
-    low, high = units
-    if form != DOT:
-        if high > low:
-            _weigh(form, 1, weights, 0, low, high, values, acc, shape)
-        return
-    if low < high and 2 * low < begin:
-        _weigh_half(weights, begin, end, low, values, acc, spare, shape)
-        low += 1
-    whole = min(high, end // 2)
-    if whole > low:
-        _weigh(form, 1, weights, 0, low, whole, values, acc, shape)
-        low = whole
-    if low < high:
-        _weigh_half(weights, begin, end, low, values, acc, spare, shape)
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _soften(form: Any, scores: Any, pairs: Any, scaling: Any, begin: Any, end: Any, top: Any) -> Any:
+def _soften(form: Any, scores: Any, pairs: Any, factor: Any, begin: Any, end: Any, top: Any) -> Any:
     """See ``numba_softmax.py``; the dot form multiplies rounded weights."""
     if form == DOT:
-        return _soften_rounded(scores, pairs, scaling, begin, end, top)
-    return _soften_exact(scores, pairs, scaling, begin, end, top)
+        return _soften_rounded(scores, pairs, factor, begin, end, top)
+    return _soften_exact(scores, pairs, factor, begin, end, top)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _carve(sizes: Any) -> Any:
+    """Addresses of zeroed blocks of ``sizes`` bytes, each on cache lines of its own, and the array that they lie in."""
+    total = LINE
+    for size in sizes:
+        total += (size + LINE - 1) // LINE * LINE
+    array = np.zeros(total, np.uint8)
+    places = np.empty(len(sizes), np.int64)
+    # Signed, because Numba turns a sum of signed and unsigned integers into a float.
+    place = (np.int64(array.ctypes.data) + LINE - 1) // LINE * LINE
+    for index, size in enumerate(sizes):
+        places[index] = place
+        place += (size + LINE - 1) // LINE * LINE
+    return places, array
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
+    query: Any, factor: Any, form: Any, pages: Any, limits: Any, starts: Any, item: Any, state: Any
+) -> None:
+    """Rows ``item[0]`` to ``item[1]``, of one request, and the query heads of KV head ``item[2]``."""
+    (key_pages, value_pages), (low, high, kv_head), (top, total, acc) = pages, item, state
+    words, value_dim, group = query.shape[2], acc.shape[2], query.shape[1] // limits.shape[1]
+    unit, width = 2 if form == DOT else 1, 4 if form == FLOAT32 else 2
+    padded = (value_dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    first_head, count, steps = kv_head * group, (high - low) * group, PAGE // unit
+    line, query_line, weight_line = padded * 4, words * 4, PAGE * 4 // unit
+    panels = (words * PAGE * 4, steps * line, line, PAGE * 4)
+    places, _scratch = _carve((count * query_line, count * line, count * PAGE * 4, count * weight_line, *panels))
+    queries, sums, scores, pairs = places[0], places[1], places[2], places[3]
+    keys, values, spare, zeros = places[4], places[5], places[6], places[7]
+    weights = pairs if form == DOT else scores
+    mine = carray(as_pointer(queries), (count, words), np.uint32)
+    sum_rows = carray(as_pointer(sums), (count, padded), np.float32)
+    tops, totals = np.empty(count, np.float32), np.empty(count, np.float32)
+    froms, tos = np.empty(count, np.int64), np.empty(count, np.int64)  # the keys that a row sees
+    begins, ends = np.empty(count, np.int64), np.empty(count, np.int64)  # and those within a page
+    for r in range(count):
+        row, head = low + r // group, first_head + r % group
+        tops[r], totals[r], froms[r], tos[r] = top[row, head], total[row, head], starts[row], limits[row, kv_head]
+        for d in range(words):
+            mine[r, d] = query[row, head, d]
+        for d in range(value_dim):
+            sum_rows[r, d] = acc[row, head, d]
+    last = tos.max()
+    final = (last + PAGE - 1) // PAGE - 1
+    # Of the next page's cache lines the tiles ask for as many as they have steps, laying out this page for the others.
+    key_bytes, value_bytes, tall = words * unit * PAGE * width, value_dim * PAGE * width, (count + TILE - 1) // TILE
+    key_lines, value_lines = key_bytes // LINE, value_bytes // LINE
+    early_keys = max(key_lines - tall * (PAGE // COLUMNS) * words, 0)
+    early_values = max(value_lines - tall * (padded // COLUMNS) * steps, 0)
+    for page in range(froms.min() // PAGE, final + 1):
+        key_rows, value_rows = key_pages[page] + kv_head * key_bytes, value_pages[page] + kv_head * value_bytes
+        next_keys, next_values = key_rows, value_rows
+        if page < final:
+            next_keys, next_values = key_pages[page + 1] + kv_head * key_bytes, value_pages[page + 1] + kv_head * value_bytes
+        else:
+            key_lines = value_lines = early_keys = early_values = 0
+        begin, end = 0, PAGE  # what all rows see
+        for r in range(count):
+            begins[r], ends[r] = max(froms[r] - page * PAGE, 0), min(tos[r] - page * PAGE, PAGE)
+            begin, end = max(begin, begins[r]), min(end, ends[r])
+        lay_out_panel(form, key_rows, words, PAGE, keys, PAGE, (next_keys, early_keys))
+        ahead = (next_keys + early_keys * LINE, key_lines - early_keys)
+        columns = min((last - page * PAGE + COLUMNS - 1) // COLUMNS * COLUMNS, PAGE)
+        target = (scores, PAGE * 4)
+        _product(form, count, (queries, query_line), (keys, PAGE * 4), words, (zeros, 0), target, columns, ahead)
+        for r in range(count):
+            if ends[r] > begins[r]:
+                own, halves = scores + r * PAGE * 4, pairs + r * weight_line
+                peak, mass = _soften(form, own, halves, factor, begins[r], ends[r], tops[r])
+                if peak != tops[r]:
+                    decay = power_of_two(tops[r] - peak)
+                    tops[r], totals[r] = peak, totals[r] * decay
+                    for d in range(padded):
+                        sum_rows[r, d] *= decay
+                totals[r] += mass
+        filled = (min(last - page * PAGE, PAGE) + unit - 1) // unit
+        lay_out_panel(form, value_rows, filled, value_dim, values, padded, (next_values, early_values))
+        # What all rows see is done together, the ends row by row: the same order for each row.
+        begin, end = (begin + unit - 1) // unit, end // unit
+        if end <= begin:
+            begin = end = 0
+        for r in range(count):
+            if ends[r] > begins[r] and begins[r] // unit < begin:
+                part, seen = (begins[r] // unit, begin), (begins[r], ends[r])
+                _weigh_alone(form, weights + r * weight_line, part, seen, values, sums + r * line, padded, spare)
+        if end > begin:
+            ahead = (next_values + early_values * LINE, value_lines - early_values)
+            own, panel, target = (weights + begin * 4, weight_line), (values + begin * line, line), (sums, line)
+            _product(form, count, own, panel, end - begin, target, target, padded, ahead)
+        for r in range(count):
+            if ends[r] > begins[r]:
+                part, seen = (max(begins[r] // unit, end), (ends[r] + unit - 1) // unit), (begins[r], ends[r])
+                _weigh_alone(form, weights + r * weight_line, part, seen, values, sums + r * line, padded, spare)
+    for r in range(count):
+        for d in range(value_dim):
+            acc[low + r // group, first_head + r % group, d] = sum_rows[r, d] / totals[r]
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def _attend(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
+def _attend(
     query: Any,
-    scaling: Any,
+    factor: Any,
     form: Any,
     key_pages: Any,
     value_pages: Any,
@@ -132,89 +206,16 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
     limits: Any,
     starts: Any,
     items: Any,
+    shares: Any,
     top: Any,
     total: Any,
     acc: Any,
 ) -> None:
-    heads, words, value_dim = query.shape[1], query.shape[2], acc.shape[2]
-    kv_heads = limits.shape[1]
-    group = heads // kv_heads
-    width = 4 if form == FLOAT32 else 2
-    unit = 2 if form == DOT else 1
-    padded = (value_dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    shape = (width, value_dim, padded)
-    head_dim = words * unit
-    line = words * 4
-    for item in prange(items.shape[0] * kv_heads):
-        block, kv_head = item // kv_heads, item % kv_heads
-        low, high = items[block, 0], items[block, 1]
-        table, first_head = tables[low], kv_head * group
-        count = (high - low) * group
-        mine = np.empty((count, words), np.uint32)
-        sums = np.zeros((count, padded), np.float32)
-        scores = np.empty((TILE, PAGE), np.float32)
-        pairs = np.empty((TILE, PAGE), np.uint16)
-        spare = np.empty((2, value_dim), np.uint16)
-        first, last = starts[low], limits[low, kv_head]
-        for row in range(low, high):
-            first = min(first, starts[row])
-            last = max(last, limits[row, kv_head])
-            for head in range(group):
-                for d in range(words):
-                    mine[(row - low) * group + head, d] = query[row, first_head + head, d]
-                for d in range(value_dim):
-                    sums[(row - low) * group + head, d] = acc[row, first_head + head, d]
-        weights, step = (address(pairs), PAGE * 2) if form == DOT else (address(scores), PAGE * 4)
-        for page in range(first // PAGE, (last + PAGE - 1) // PAGE):
-            keys = key_pages[table + page] + kv_head * head_dim * PAGE * width
-            values = value_pages[table + page] + kv_head * value_dim * PAGE * width
-            for tile in range(0, count, TILE):
-                tall = min(TILE, count - tile)
-                for r in range(tall):
-                    for j in range(PAGE):
-                        scores[r, j] = np.float32(0.0)
-                for column in range(0, min(last - page * PAGE, PAGE), COLUMNS):
-                    own, at, target = address(mine) + tile * line, keys + column * width, address(scores) + column * 4
-                    _tile(form, tall, own, line, at, PAGE * width, words, target, PAGE * 4, COLUMNS)
-                together_from, together_to = 0, PAGE
-                for r in range(tall):
-                    row, head = low + (tile + r) // group, first_head + (tile + r) % group
-                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
-                    together_from, together_to = max(together_from, begin), min(together_to, end)
-                    if end <= begin:
-                        continue
-                    own, halves = address(scores) + r * PAGE * 4, address(pairs) + r * PAGE * 2
-                    peak, decay, mass = _soften(form, own, halves, scaling, begin, end, top[row, head])
-                    top[row, head] = peak
-                    total[row, head] = total[row, head] * decay + mass
-                    for d in range(padded):
-                        sums[tile + r, d] *= decay
-                # What all rows of the tile see is done together, the ends row by row: the same order for each row.
-                common_from, common_to = (together_from + unit - 1) // unit, together_to // unit
-                if common_to <= common_from:
-                    common_from = common_to = 0
-                for r in range(tall):
-                    row = low + (tile + r) // group
-                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
-                    units = (begin // unit, common_from)
-                    if end > begin and units[1] > units[0]:
-                        target = address(sums) + (tile + r) * padded * 4
-                        _weigh_alone(form, weights + r * step, units, (begin, end), values, target, spare, shape)
-                if common_to > common_from:
-                    target = address(sums) + tile * padded * 4
-                    _weigh(form, tall, weights, step, common_from, common_to, values, target, shape)
-                for r in range(tall):
-                    row = low + (tile + r) // group
-                    begin, end = max(starts[row] - page * PAGE, 0), min(limits[row, kv_head] - page * PAGE, PAGE)
-                    units = (max(begin // unit, common_to), (end + unit - 1) // unit)
-                    if end > begin and units[1] > units[0]:
-                        target = address(sums) + (tile + r) * padded * 4
-                        _weigh_alone(form, weights + r * step, units, (begin, end), values, target, spare, shape)
-        for row in range(low, high):
-            for head in range(group):
-                mass = total[row, first_head + head]
-                for d in range(value_dim):
-                    acc[row, first_head + head, d] = sums[(row - low) * group + head, d] / mass
+    for share in prange(len(shares) - 1):
+        for index in range(shares[share], shares[share + 1]):
+            item = (items[index, 0], items[index, 1], items[index, 2])
+            pages = (key_pages[tables[item[0]] :], value_pages[tables[item[0]] :])
+            _attend_item(query, factor, form, pages, limits, starts, item, (top, total, acc))
 
 
 @njit(error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -250,28 +251,20 @@ def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[Att
         form, own = DOT, query
     else:
         own = query.float()
-    places = (at.key_pages, at.value_pages, at.tables, at.limits, at.starts, _items(jobs))
+    top *= LOG2_E
+    places = (at.key_pages, at.value_pages, at.tables, at.limits, at.starts)
     # Words of 32 bits either way (a pair of bfloat16, a float32): one type, so one compiled kernel.
     _attend(
         own.contiguous().view(torch.int32).numpy().view(np.uint32),
-        np.float32(scaling),
+        np.float32(scaling * LOG2_E),
         form,
         *places,
+        *share_out(jobs, keys.shape[1], get_num_threads()),
         top.numpy(),
         total.numpy(),
         output.numpy(),
     )
     return output
-
-
-def _items(jobs: Sequence[AttentionJob]) -> npt.NDArray[np.int64]:
-    """Row ranges ``[items, 2]`` for the threads: each job in even blocks."""
-    items: list[tuple[int, int]] = []
-    for job in jobs:
-        each = -(-job.count // -(-job.count // ROW_BLOCK))
-        stop = job.first + job.count
-        items.extend((low, min(low + each, stop)) for low in range(job.first, stop, each))
-    return np.array(items, dtype=np.int64)
 
 
 def _attend_prefix(query: Tensor, job: AttentionJob, scaling: float, top: Tensor, total: Tensor, acc: Tensor) -> None:

@@ -1,14 +1,16 @@
-"""Register tiles of a matrix product as Numba intrinsics: a few rows against 64 columns, written in vector IR.
+"""Register tiles of a matrix product as a Numba intrinsic: a few rows against 64 columns, written in vector IR.
 
-``tile(rows, a, a_step, b, b_step, count, c, c_step, columns)`` does ``c[r, :columns] += a[r, :] @ b[:, :columns]`` for up to
-``TILE`` rows ``r``. Each number of ``c`` is one chain of fused multiply-adds over the rows of ``b`` in order,
-whatever ``rows`` is, so a row gets the same bits alone and in company. The accumulators of a tile live in
-registers, which is what a loop written in Python cannot be made to do.
+``tile(rows, a, b, count, start, c, ahead)`` does ``c[r, :64] = start[r, :64] + a[r, :] @ b[:, :64]`` for 1 to ``TILE`` rows
+``r``, ``count`` (at least one) rows of ``b`` and a word of 32 bits of ``a`` for each. At each row of ``b`` it asks for a cache
+line ``ahead``. All but the two numbers are pairs of an address and a step in bytes. Every number of ``c`` is one chain of
+multiply-adds over the rows of ``b`` in order, whatever ``rows`` is, so a row gets the same bits alone and in company.
+The accumulators of a tile live in registers, which is what a loop written in Python cannot be made to do.
 
 Two forms of the inner step, the same on every row of one machine:
 
-- ``dot``: bfloat16 pairs, ``vdpbf16ps`` (AVX-512 BF16): ``c += a0 * b0 + a1 * b1``, rounded as that instruction does;
-- otherwise one float32 FMA a row of ``b``, which is float32, bfloat16 or float16 in memory.
+- ``dot``: a word is a pair of bfloat16, ``vdpbf16ps`` (AVX-512 BF16): ``c += a0 * b0 + a1 * b1``, rounded as that
+  instruction does;
+- ``float32``: one fused multiply-add.
 """
 
 # ruff: noqa: ARG001 (the code generators' signatures are Numba's)
@@ -24,13 +26,12 @@ from numba.extending import intrinsic
 TILE = 6
 """Most rows of a tile: 6 x 4 accumulators, 4 columns of ``b`` and a broadcast fit in 32 vector registers."""
 COLUMNS = 64
-"""Columns of a tile; ``c`` must have room for all of them, ``b`` is read for the first ``columns`` only."""
+"""Columns of a tile; ``b``, ``start`` and ``c`` must have all of them."""
 LANES = 16
 _PARTS = COLUMNS // LANES
 
-_I1, _I16, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-F32S, I32S, I16S = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, LANES)
-_F16S = ir.VectorType(ir.HalfType(), LANES)
+I16, I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+F32S, I32S, I16S = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -46,7 +47,7 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def has_dot() -> bool:
@@ -54,22 +55,8 @@ def has_dot() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 
 
-def _make(rows: int, form: str, *, whole: bool) -> Any:
-    """The intrinsic for ``rows`` rows; ``whole`` reads all 64 columns without a mask."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(context: Any, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            _Tile(builder, form, whole=whole).write(rows, *arguments)
-            return _context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
-
-    return tile
-
-
 class VectorWriter:
-    """Short words for the vector IR of a function under construction."""
+    """Short words for the vector IR of a function under construction. Addresses are int64."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -83,25 +70,30 @@ class VectorWriter:
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self.function("llvm.fma.v16f32", F32S, [F32S] * 3), [a, b, c])
 
+    def dot(self, total: Any, a: Any, b: Any) -> Any:
+        """``total + a0 * b0 + a1 * b1`` for each pair of bfloat16 of ``a`` and ``b`` (32 lanes of bfloat16)."""
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return self.builder.call(self.function(name, F32S, [F32S, PAIRS, PAIRS]), [total, a, b])
+
     def splat(self, value: Any, kind: Any) -> Any:
         nothing = ir.Constant(kind, ir.Undefined)
-        one = self.builder.insert_element(nothing, value, ir.Constant(_I32, 0))
-        return self.builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+        one = self.builder.insert_element(nothing, value, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(I32S, [0] * LANES))
 
-    def load(self, address: Any, offset: int, kind: Any, mask: Any = None) -> Any:
-        pointer = self.pointer(address, offset, kind)
-        if mask is None:
-            return self.builder.load(pointer, align=2)
-        name, align = {F32S: ("v16f32", 4), I16S: ("v16i16", 2)}[kind]
-        masks = ir.VectorType(_I1, LANES)
-        load = self.function(f"llvm.masked.load.{name}.p0", kind, [kind.as_pointer(), _I32, masks, kind])
-        return self.builder.call(load, [pointer, ir.Constant(_I32, align), mask, ir.Constant(kind, None)])
+    def load(self, address: Any, offset: int, kind: Any) -> Any:
+        return self.builder.load(self.pointer(address, offset, kind), align=2)
+
+    def store(self, value: Any, address: Any, offset: int) -> None:
+        self.builder.store(value, self.pointer(address, offset, value.type), align=2)
+
+    def fetch(self, address: Any) -> None:
+        """Ask for the cache line at ``address``, which need not be readable, to come as far as the second level."""
+        pointer, read, second_level, data = ir.IntType(8).as_pointer(), I32(0), I32(2), I32(1)
+        prefetch = self.function("llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
+        self.builder.call(prefetch, [self.builder.inttoptr(address, pointer), read, second_level, data])
 
     def pointer(self, address: Any, offset: int, kind: Any) -> Any:
-        return self.cast(self.builder.add(address, _int(offset)), kind)
-
-    def cast(self, address: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(address, kind.as_pointer())
+        return self.builder.inttoptr(self.builder.add(address, _int(offset)), kind.as_pointer())
 
     def function(self, name: str, result: Any, arguments: list[Any]) -> Any:
         module = self.builder.module
@@ -110,121 +102,90 @@ class VectorWriter:
 
 
 class _Tile(VectorWriter):
-    """Writes one tile into a function. All addresses and steps are int64 bytes."""
+    """Writes one tile into a function."""
 
-    def __init__(self, builder: Any, form: str, *, whole: bool) -> None:
-        super().__init__(builder)
-        self.form, self.unmasked = form, whole
-
-    def write(self, rows: int, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any) -> None:
-        builder = self.builder
-        a_rows = [builder.add(a, builder.mul(a_step, _int(r))) for r in range(rows)]
-        c_rows = [builder.add(c, builder.mul(c_step, _int(r))) for r in range(rows)]
-        masks = None if self.unmasked else [self._mask(columns, part) for part in range(_PARTS)]
-        start = [[self.load(row, part * 64, F32S) for part in range(_PARTS)] for row in c_rows]
-        before = builder.block
-        head, body, done = (builder.append_basic_block(name) for name in ("tile", "tile_row", "tile_done"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        index = builder.phi(_I64)
-        index.add_incoming(_int(0), before)
-        sums = [[builder.phi(F32S) for _ in range(_PARTS)] for _ in range(rows)]
-        builder.cbranch(builder.icmp_signed("<", index, count), body, done)
+    def write(self, form: str, rows: int, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, *places: Any) -> None:
+        builder, (start, start_step, c, c_step, ahead, ahead_step) = self.builder, places
+        a_rows, start_rows, c_rows = (
+            [builder.add(address, builder.mul(step, _int(r))) for r in range(rows)]
+            for address, step in ((a, a_step), (start, start_step), (c, c_step))
+        )
+        first = [[self.load(row, part * 64, F32S) for part in range(_PARTS)] for row in start_rows]
+        before, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+        builder.branch(body)
         builder.position_at_end(body)
-        values = self._columns(b, b_step, index, masks)
-        fresh = [self._step(row, index, own, values) for row, own in zip(a_rows, sums, strict=True)]
+        index = builder.phi(_I64)
+        sums = [[builder.phi(F32S) for _ in range(_PARTS)] for _ in range(rows)]
+        self.fetch(builder.add(ahead, builder.mul(ahead_step, index)))
+        line = builder.add(b, builder.mul(b_step, index))
+        values = [self.load(line, part * 64, I32S) for part in range(_PARTS)]
+        fresh = [self._step(form, row, index, own, values) for row, own in zip(a_rows, sums, strict=True)]
         following = builder.add(index, _int(1))
-        index.add_incoming(following, builder.block)
-        for own, first, after in zip(sums, start, fresh, strict=True):
-            for phi, old, new in zip(own, first, after, strict=True):
-                phi.add_incoming(old, before)
-                phi.add_incoming(new, builder.block)
-        builder.branch(head)
+        for phi, old, new in [(index, _int(0), following), *_each(sums, first, fresh)]:
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, body)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, done)
         builder.position_at_end(done)
-        for row, own in zip(c_rows, sums, strict=True):
+        for row, own in zip(c_rows, fresh, strict=True):
             for part, value in enumerate(own):
-                builder.store(value, self.pointer(row, part * 64, F32S), align=4)
+                self.store(value, row, part * 64)
 
-    def _columns(self, b: Any, b_step: Any, index: Any, masks: Any) -> list[Any]:
-        """The four vectors of ``b`` of one step: float32 rows, or interleaved bfloat16 pairs."""
+    def _step(self, form: str, row: Any, index: Any, sums: list[Any], values: list[Any]) -> list[Any]:
         builder = self.builder
-        if self.form != "dot":
-            row = builder.add(b, builder.mul(b_step, index))
-            return [self._to_float(row, part, masks) for part in range(_PARTS)]
-        low = builder.add(b, builder.mul(b_step, builder.shl(index, _int(1))))
-        high = builder.add(low, b_step)
-        pairs = [x for lane in range(LANES) for x in (lane, LANES + lane)]
-        order = ir.Constant(ir.VectorType(_I32, 2 * LANES), pairs)
-        values = []
-        for part in range(_PARTS):
-            mask = None if masks is None else masks[part]
-            both = builder.shuffle_vector(self.load(low, part * 32, I16S, mask), self.load(high, part * 32, I16S, mask), order)
-            values.append(builder.bitcast(both, _PAIRS))
-        return values
-
-    def _to_float(self, row: Any, part: int, masks: Any) -> Any:
-        builder, mask = self.builder, None if masks is None else masks[part]
-        if self.form == "float32":
-            return self.load(row, part * 64, F32S, mask)
-        raw = self.load(row, part * 32, I16S, mask)
-        if self.form == "float16":
-            return builder.fpext(builder.bitcast(raw, _F16S), F32S)
-        return builder.bitcast(builder.shl(builder.zext(raw, I32S), ir.Constant(I32S, [16] * LANES)), F32S)
-
-    def _step(self, row: Any, index: Any, sums: list[Any], values: list[Any]) -> list[Any]:
-        builder = self.builder
-        at = builder.add(row, builder.shl(index, _int(2)))  # a float32, or a pair of bfloat16
-        if self.form == "dot":
-            factor = builder.bitcast(self.splat(builder.load(self.cast(at, _I32), align=4), I32S), _PAIRS)
-            dot = self.function("llvm.x86.avx512bf16.dpbf16ps.512", F32S, [F32S, _PAIRS, _PAIRS])
-            return [builder.call(dot, [total, factor, value]) for total, value in zip(sums, values, strict=True)]
-        factor = self.splat(builder.load(self.cast(at, _F32), align=4), F32S)
+        word = builder.load(builder.inttoptr(builder.add(row, builder.shl(index, _int(2))), I32.as_pointer()), align=4)
+        factor, kind = self.splat(word, I32S), PAIRS if form == "dot" else F32S
+        factor, *values = (builder.bitcast(words, kind) for words in (factor, *values))
+        if form == "dot":
+            return [self.dot(total, factor, value) for total, value in zip(sums, values, strict=True)]
         return [self.fma(factor, value, total) for total, value in zip(sums, values, strict=True)]
 
-    def _mask(self, columns: Any, part: int) -> Any:
-        lanes = ir.Constant(ir.VectorType(_I64, LANES), [part * LANES + lane for lane in range(LANES)])
-        return self.builder.icmp_signed("<", lanes, self.splat(columns, ir.VectorType(_I64, LANES)))
+
+def _each(*tables: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """The entries of equal tables side by side, row after row."""
+    return [entry for rows in zip(*tables, strict=True) for entry in zip(*rows, strict=True)]
 
 
 def _int(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
-def make_tile(form: str) -> Any:  # noqa: C901 (one branch a tile height)
-    """The compiled ``tile`` function of one form: ``dot``, ``float32``, ``bfloat16`` or ``float16``."""
-    one, two, three, four, five, six = (_make(rows, form, whole=True) for rows in range(1, TILE + 1))
-    part_one, part_two, part_three, part_four, part_five, part_six = (
-        _make(rows, form, whole=False) for rows in range(1, TILE + 1)
-    )
+def make_tile(form: str) -> Any:
+    """The compiled ``tile`` function of one form, ``dot`` or ``float32``."""
 
-    def tile(  # noqa: PLR0912 (one branch a tile height)
-        rows: Any, a: Any, a_step: Any, b: Any, b_step: Any, count: Any, c: Any, c_step: Any, columns: Any
-    ) -> None:
-        if columns >= COLUMNS:
-            if rows == 1:
-                one(a, a_step, b, b_step, count, c, c_step, columns)
-            elif rows == 2:
-                two(a, a_step, b, b_step, count, c, c_step, columns)
-            elif rows == 3:
-                three(a, a_step, b, b_step, count, c, c_step, columns)
-            elif rows == 4:
-                four(a, a_step, b, b_step, count, c, c_step, columns)
-            elif rows == 5:
-                five(a, a_step, b, b_step, count, c, c_step, columns)
-            else:
-                six(a, a_step, b, b_step, count, c, c_step, columns)
-        elif rows == 1:
-            part_one(a, a_step, b, b_step, count, c, c_step, columns)
-        elif rows == 2:
-            part_two(a, a_step, b, b_step, count, c, c_step, columns)
-        elif rows == 3:
-            part_three(a, a_step, b, b_step, count, c, c_step, columns)
-        elif rows == 4:
-            part_four(a, a_step, b, b_step, count, c, c_step, columns)
-        elif rows == 5:
-            part_five(a, a_step, b, b_step, count, c, c_step, columns)
-        else:
-            part_six(a, a_step, b, b_step, count, c, c_step, columns)
+    @intrinsic  # type: ignore[untyped-decorator]
+    def written(
+        context: Any,
+        rows: Any,
+        a: Any,
+        a_step: Any,
+        b: Any,
+        b_step: Any,
+        count: Any,
+        start: Any,
+        start_step: Any,
+        c: Any,
+        c_step: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            height, *rest = arguments
+            end = builder.append_basic_block("tile_end")
+            switch = builder.switch(height, end)
+            for number in range(1, TILE + 1):
+                block = builder.append_basic_block(f"tile_{number}")
+                switch.add_case(_int(number), block)
+                builder.position_at_end(block)
+                _Tile(builder).write(form, number, *rest)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return _context.get_dummy_value()
+
+        return types.void(*[types.int64] * 12), generate
+
+    def tile(rows: Any, factors: Any, panel: Any, count: Any, start: Any, target: Any, ahead: Any) -> None:
+        (a, a_step), (b, b_step), (first, first_step), (c, c_step) = factors, panel, start, target
+        written(rows, a, a_step, b, b_step, count, first, first_step, c, c_step, ahead[0], ahead[1])
 
     # Compiled code is looked up by name: two forms of one name, loaded from Numba's cache, would be taken for each other.
     tile.__name__ = tile.__qualname__ = f"tile_{form}"
