@@ -32,8 +32,7 @@ from vericache_core.attention.numba_bits import as_pointer
 from vericache_core.attention.numba_panels import DOT, FLOAT32, FORMS, LINE, lay_out_panel
 from vericache_core.attention.numba_softmax import make_soften, power_of_two
 from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
-from vericache_core.attention.online import AttentionState
-from vericache_core.attention.paged import AttentionJob
+from vericache_core.attention.paged import AttentionJob, start_state
 from vericache_core.attention.places import lay_out
 from vericache_core.attention.shares import share_out
 from vericache_core.cache.pages import PAGE
@@ -236,22 +235,16 @@ def _store(new_keys: Any, new_values: Any, key_pages: Any, value_pages: Any, tab
 def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[AttentionJob], scaling: float = 1.0) -> Tensor:
     """Same contract as :func:`vericache_core.attention.paged.attend_reference`, CPU tensors only."""
     rows, heads = query.shape[0], query.shape[1]
-    output = torch.zeros((rows, heads, values.shape[2]), dtype=torch.float32)
     if not jobs:
-        return output
+        return query.new_zeros((rows, heads, values.shape[2]), dtype=torch.float32)
     at = lay_out(jobs, rows, keys.shape[1])
     _store(_bits(keys), _bits(values), at.key_pages, at.value_pages, at.tables, at.limits, at.used)
-    top = torch.full((rows, heads), float("-inf"))
-    total = torch.zeros((rows, heads))
-    for job in jobs:
-        if job.prefix is not None:
-            _attend_prefix(query, job, scaling, top, total, output)
+    state = start_state(query, values.shape[2], jobs, scaling)
     form = FORMS[keys.dtype]
     if HAVE_DOT and query.dtype == keys.dtype == torch.bfloat16 and query.shape[2] % 2 == 0:
         form, own = DOT, query
     else:
         own = query.float()
-    top *= LOG2_E
     places = (at.key_pages, at.value_pages, at.tables, at.limits, at.starts)
     # Words of 32 bits either way (a pair of bfloat16, a float32): one type, so one compiled kernel.
     _attend(
@@ -260,20 +253,11 @@ def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[Att
         form,
         *places,
         *share_out(jobs, keys.shape[1], get_num_threads()),
-        top.numpy(),
-        total.numpy(),
-        output.numpy(),
+        (state.top * LOG2_E).numpy(),
+        state.total.numpy(),
+        state.acc.numpy(),
     )
-    return output
-
-
-def _attend_prefix(query: Tensor, job: AttentionJob, scaling: float, top: Tensor, total: Tensor, acc: Tensor) -> None:
-    """Let the compressed prefix of ``job`` fill the state its rows start from."""
-    assert job.prefix is not None
-    mine = slice(job.first, job.first + job.count)
-    state = AttentionState.fresh(query.shape[1], job.count, acc.shape[2])
-    job.prefix.attend((query[mine].float() * scaling).transpose(0, 1).contiguous(), state)
-    top[mine], total[mine], acc[mine] = state.top.T, state.total.T, state.acc.transpose(0, 1)
+    return state.acc
 
 
 def _bits(rows: Tensor) -> npt.NDArray[Any]:

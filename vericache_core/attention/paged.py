@@ -94,6 +94,23 @@ def attend_reference(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence
     return output
 
 
+def start_state(query: Tensor, value_dim: int, jobs: Sequence[AttentionJob], scaling: float = 1.0) -> AttentionState:
+    """The state ``[rows, heads]`` that pages are folded into by a kernel: fresh, or what compressed prefixes left.
+
+    ``query`` is ``[rows, heads, head_dim]``, ``scaling`` what it lacks.
+    """
+    rows, heads = query.shape[:2]
+    state = AttentionState.fresh(rows, heads, value_dim, query.device)
+    for job in jobs:
+        if job.prefix is None:
+            continue
+        mine = slice(job.first, job.first + job.count)
+        part = AttentionState.fresh(heads, job.count, value_dim, query.device)
+        job.prefix.attend((query[mine].float() * scaling).transpose(0, 1).contiguous(), part)
+        state.top[mine], state.total[mine], state.acc[mine] = part.top.T, part.total.T, part.acc.transpose(0, 1)
+    return state
+
+
 def _walk(padded: Tensor, state: AttentionState, job: AttentionJob) -> None:
     tile, device = padded.shape[1], padded.device
     limits = torch.zeros((len(job.base), 1, tile, 1), dtype=torch.int64, device=device)

@@ -49,7 +49,7 @@ def _plan(jobs: tuple[tuple[int, ...], ...], kv_heads: int, threads: int) -> tup
 
 def _items(jobs: tuple[tuple[int, ...], ...], kv_heads: int, parts: int) -> list[tuple[int, tuple[int, int, int]]]:
     """(cost, item) of every item; each job in even blocks."""
-    items = []
+    items: list[tuple[int, tuple[int, int, int]]] = []
     for first, count, *keys in jobs:
         each = -(-count // (-(-count // ROW_BLOCK) * parts))
         for low in range(first, first + count, each):

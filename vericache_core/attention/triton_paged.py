@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vericache_core.attention.online import AttentionState
-from vericache_core.attention.paged import AttentionJob
+from vericache_core.attention.paged import AttentionJob, start_state
 from vericache_core.attention.places import lay_out
 from vericache_core.attention.triton_online import GROUP_LEAST, LAUNCH, Partials, block_for, fold_tile, on_device, padded
 from vericache_core.cache.pages import PAGE
@@ -138,7 +137,7 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[At
     key_pages, value_pages, tables_at, starts_at, limits_at = _upload(
         device, at.key_pages, at.value_pages, at.tables, at.starts, at.limits
     )
-    state = _start(query, value_dim, jobs)
+    state = start_state(query, value_dim, jobs)
     parts = Partials(rows * heads, -(-int(at.limits.max()) // CHUNK), value_dim, device)
     kv, group, block = DTYPES[keys.dtype], heads // kv_heads, min(block_for(head_dim), block_for(value_dim))
     widths = (head_dim, padded(head_dim), value_dim, padded(value_dim), PAGE)
@@ -175,20 +174,6 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[At
         )
         parts.merge_into(state)
     return state.output()
-
-
-def _start(query: Tensor, value_dim: int, jobs: Sequence[AttentionJob]) -> AttentionState:
-    """The state ``[rows, heads]`` that the pages are folded into: fresh, or what compressed prefixes left."""
-    rows, heads = query.shape[:2]
-    state = AttentionState.fresh(rows, heads, value_dim, query.device)
-    for job in jobs:
-        if job.prefix is None:
-            continue
-        mine = slice(job.first, job.first + job.count)
-        part = AttentionState.fresh(heads, job.count, value_dim, query.device)
-        job.prefix.attend(query[mine].transpose(0, 1).contiguous(), part)
-        state.top[mine], state.total[mine], state.acc[mine] = part.top.T, part.total.T, part.acc.transpose(0, 1)
-    return state
 
 
 def _upload(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:
