@@ -96,11 +96,11 @@ def _soften(form: Any, scores: Any, pairs: Any, factor: Any, begin: Any, end: An
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _carve(sizes: Any) -> Any:
-    """Addresses of zeroed blocks of ``sizes`` bytes, each on cache lines of its own, and the array that they lie in."""
+    """Addresses of blocks of ``sizes`` bytes, each on cache lines of its own, and the array that they lie in."""
     total = LINE
     for size in sizes:
         total += (size + LINE - 1) // LINE * LINE
-    array = np.zeros(total, np.uint8)
+    array = np.empty(total, np.uint8)
     places = np.empty(len(sizes), np.int64)
     # Signed, because Numba turns a sum of signed and unsigned integers into a float.
     place = (np.int64(array.ctypes.data) + LINE - 1) // LINE * LINE
@@ -122,12 +122,16 @@ def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
     first_head, count, steps = kv_head * group, (high - low) * group, PAGE // unit
     line, query_line, weight_line = padded * 4, words * 4, PAGE * 4 // unit
     panels = (words * PAGE * 4, steps * line, line, PAGE * 4)
-    places, _scratch = _carve((count * query_line, count * line, count * PAGE * 4, count * weight_line, *panels))
+    places, scratch = _carve((count * query_line, count * line, count * PAGE * 4, count * weight_line, *panels))
     queries, sums, scores, pairs = places[0], places[1], places[2], places[3]
     keys, values, spare, zeros = places[4], places[5], places[6], places[7]
     weights = pairs if form == DOT else scores
     mine = carray(as_pointer(queries), (count, words), np.uint32)
-    sum_rows = carray(as_pointer(sums), (count, padded), np.float32)
+    # A view and no bare address: Numba frees an array after its last use, and these sums are read at the very end.
+    offset = sums - np.int64(scratch.ctypes.data)
+    sum_rows = scratch[offset : offset + count * line].view(np.float32).reshape((count, padded))
+    sum_rows[:] = np.float32(0.0)
+    carray(as_pointer(zeros), PAGE, np.float32)[:] = np.float32(0.0)
     tops, totals = np.empty(count, np.float32), np.empty(count, np.float32)
     froms, tos = np.empty(count, np.int64), np.empty(count, np.int64)  # the keys that a row sees
     begins, ends = np.empty(count, np.int64), np.empty(count, np.int64)  # and those within a page
