@@ -30,19 +30,25 @@ def length_of(part: Buffer) -> int:
 
 def cut(key: str, parts: Sequence[Buffer]) -> list[Buffer]:
     """What is to be stored: tags, and between them the parts, in slices that copy nothing."""
+    return [buffer for piece in pieces_of(key, parts) for buffer in piece]
+
+
+def pieces_of(key: str, parts: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+    """Each piece: its tag, then slices of the parts."""
     size = sum(map(length_of, parts))
-    stored: list[Buffer] = [tag_of(key, 0, size)]
     number, room = 0, _ROOM
+    piece: list[Buffer] = [tag_of(key, 0, size)]
     for part in parts:
         view = memoryview(part).cast("B")
         while len(view):
             if room == 0:
+                yield piece
                 number, room = number + 1, _ROOM
-                stored.append(tag_of(key, number, size))
-            stored.append(view[:room])
+                piece = [tag_of(key, number, size)]
+            piece.append(view[:room])
             taken = min(room, len(view))
             view, room = view[taken:], room - taken
-    return stored
+    yield piece
 
 
 def blob_size(stored: int) -> int:
@@ -60,6 +66,14 @@ def ranges(size: int) -> Iterator[tuple[int, int, int, int]]:
 def tag_of(key: str, number: int, size: int) -> bytes:
     """The tag of a piece."""
     return _TAG.pack(b"VCB1", hashlib.sha256(key.encode()).digest()[:12], number, size)
+
+
+def read_tag(found: Buffer, key: str) -> tuple[int, int]:
+    """Number and size of a tag of ``key``; ``StoreError`` when it is none."""
+    magic, digest, number, size = _TAG.unpack(found)
+    if (magic, digest) != _TAG.unpack(tag_of(key, 0, 0))[:2]:
+        raise StoreError("the store answered with something else than the blob that was asked for")
+    return number, size
 
 
 def check_tag(found: Buffer, key: str, number: int, size: int) -> None:

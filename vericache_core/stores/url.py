@@ -51,6 +51,7 @@ SCHEMES: dict[str, Scheme] = {
     "s3": Scheme("vericache_core.stores.objects:from_url", frozenset({"endpoint_url", "region", "profile", "anon"})),
     "gs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
     "abfs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
+    "lmcache": Scheme("vericache_core.stores.lmcache:from_url", frozenset({"bytes"})),
     "memory": Scheme("vericache_core.stores.objects:from_url", frozenset()),
 }
 
