@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from vericache_core.cli import simulate_fleet
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard"
     )
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
+    simulate_fleet.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -89,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
     for name in args.devices or ["rtx-pro-6000"]:
         device, model = _pick("device", name, DEVICES), _pick("model", args.model, MODELS)
         setup = _setup(args, device, model, arrivals)
+        if args.drafters is not None:
+            if len(args.devices or []) > 1:
+                raise UsageError("--drafters takes one --device at a time")
+            return simulate_fleet.run(args, setup, args.model, name)
         plain = simulate(replace(setup, mode="plain", window=None))
         rows.append(_row(name, "plain", plain, plain, setup))
         if args.mode != "plain":

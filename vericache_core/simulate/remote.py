@@ -1,0 +1,328 @@
+"""Thousands of requests on a fleet of drafters and one store, under a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from vericache_core.errors import ConfigError, VeriCacheError
+from vericache_core.runtime.trace import Arrival
+from vericache_core.simulate.fleet import Fleet, Path, Plan, make_plan
+from vericache_core.simulate.nodes import Clock, Drafter, Live, Verifier, Wire
+from vericache_core.simulate.pools import HELD, STORE, Pools, Prefix
+
+SLACK: Final = 4
+"""Prompts' worth of requests by which a path may be ahead of its share."""
+
+
+@dataclass
+class FleetResult:
+    """What a run gave. Seconds are virtual, bytes are those that crossed a link.
+
+    Attributes:
+        tokens: committed.
+        seconds: from the first arrival to the last token.
+        paths: requests by path.
+        drafted, accepted: tokens of all verifies.
+        slow_bytes, fast_bytes: over all slow links, and the fast one.
+        busy: share of the time that each kind of resource worked, on average of its kind.
+        peak_drafter_bytes: most KV on one drafter.
+        latencies, first_tokens: from arrival, of each request.
+    """
+
+    plan: Plan
+    tokens: int = 0
+    seconds: float = 0.0
+    paths: Counter[Path] = field(default_factory=Counter)
+    drafted: int = 0
+    accepted: int = 0
+    verifies: int = 0
+    slow_bytes: float = 0.0
+    fast_bytes: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    peak_drafter_bytes: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of the fleet."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request on its path."""
+
+    number: int
+    arrival: Arrival
+    prefix: int
+    path: Path = "remote"
+    places: tuple[int, ...] = ()
+    live: Live | None = None
+    whole: bool = False
+    held_from: float = 0.0
+    committed: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of its prompt and of its answer."""
+        return self.arrival.prompt_tokens, self.arrival.new_tokens
+
+
+class FleetSimulation:
+    """Runs requests to their end. A device takes on another request when it has room and its link nearly nothing to do.
+
+    Args:
+        fleet: what there is.
+        arrivals: in order; ``fleet.sharing`` of them in a row have one prompt.
+        seed: of the accepted drafts.
+
+    Raises:
+        ConfigError: a request fits nowhere.
+    """
+
+    def __init__(self, fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0) -> None:
+        if not arrivals:
+            raise ConfigError("a simulation needs a request")
+        prompt = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
+        new = sum(arrival.new_tokens for arrival in arrivals) / len(arrivals)
+        self.fleet, self.plan = fleet, make_plan(fleet, round(prompt), round(new))
+        if not self.plan.rate:
+            raise ConfigError("no path has room for a request", hint="more memory, shorter prompts, or other paths")
+        self.clock, self.result = Clock(), FleetResult(self.plan)
+        self._seed, self._coming = seed, [_Request(n, a, n // fleet.sharing) for n, a in enumerate(arrivals)]
+        self._queue: deque[_Request] = deque()
+        self._homes: dict[int, tuple[Path, tuple[int, ...]]] = {}
+        self._behind: dict[int, deque[_Request]] = {place: deque() for place in (*range(fleet.drafters), STORE)}
+        self._fast = Wire(self.clock, fleet.fast)
+        self._slow = [Wire(self.clock, fleet.slow) for _ in range(fleet.drafters)]
+        self._drafters = [Drafter(self.clock, fleet.costs, self._asked, self._plain_token) for _ in range(fleet.drafters)]
+        self.pools = Pools(fleet, self.plan.held)
+        self._store = Verifier(self.clock, fleet.costs, self._fast, self.pools.free[STORE], self._store_token)
+        self._requests: dict[int, _Request] = {}
+        self._jobs: dict[int, _Request] = {}
+        self._riding: dict[int, int] = {}
+        self._whole_from: dict[tuple[int, int], float] = {}
+        self._numbers: dict[int, random.Random] = {}
+        self._loading = 0  # full KV on its way to plain requests beside the store
+
+    def run(self) -> FleetResult:
+        """Run to the end."""
+        start = self._coming[0].arrival.at
+        for request in self._coming:
+            self.clock.at(request.arrival.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
+        self.clock.run()
+        result = self.result
+        waiting = len(self._queue) + len(self._requests) + sum(map(len, self._behind.values()))
+        if waiting:
+            raise VeriCacheError("the simulation stands still", cause=f"{waiting} requests wait")
+        result.slow_bytes, result.fast_bytes = sum(wire.nbytes for wire in self._slow), self._fast.nbytes
+        result.verifies = self._store.verifies
+        result.peak_drafter_bytes = max(self.pools.peak[place] for place in range(len(self._slow)))
+        result.seconds -= start
+        span, many = max(result.seconds, 1e-12), len(self._slow)
+        result.busy = {
+            "slow link": sum(wire.busy for wire in self._slow) / many / span,
+            "fast link": self._fast.busy / span,
+            "store device": self._store.busy / span,
+            "drafter device": sum(drafter.busy for drafter in self._drafters) / many / span,
+        }
+        return result
+
+    # -- who takes on what ---------------------------------------------------------------------------
+
+    def _arrive(self, request: _Request) -> None:
+        self._queue.append(request)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Hand out requests for as long as somebody takes one: the path that lags its share most goes first.
+
+        Requests that share a prompt follow the first of them, and others wait behind them for that device.
+        """
+        for behind in self._behind.values():
+            while behind and self._has_room(behind[0], *self._homes[behind[0].prefix]):
+                follower = behind.popleft()
+                self._start(follower, *self._homes[follower.prefix])
+        while self._queue:
+            request = self._queue[0]
+            home = self._homes.get(request.prefix)
+            if home is None:
+                total = 1 + sum(self.result.paths.values())
+                lags = {path: self.plan.share(path) * total - self.result.paths[path] for path in self.plan.rates}
+                # A path far beyond its share would take from others what the plan counts on.
+                allowed = [path for path in lags if lags[path] > -SLACK * self.fleet.sharing]
+                for path in sorted(allowed, key=lambda path: -lags[path]):
+                    places = self._find_place(request, path)
+                    if places is not None:
+                        home = path, places
+                        break
+                else:
+                    return
+            self._queue.popleft()
+            if self._behind[home[1][0]] or not self._has_room(request, *home):
+                self._behind[home[1][0]].append(request)
+            else:
+                self._start(request, *home)
+
+    def _find_place(self, request: _Request, path: Path) -> tuple[int, ...] | None:
+        """The device with the most room for it, for which nobody waits; None if there is none now."""
+        if path == "remote":
+            choices: list[tuple[int, ...]] = [(STORE,)]
+        else:
+            more = (HELD,) if path in {"verify", "stream"} else ()
+            order = sorted(range(self.fleet.drafters), key=lambda place: (-self.pools.free[place], place))
+            choices = [(place, *more) for place in order]
+        return next((c for c in choices if not self._behind[c[0]] and self._has_room(request, path, c)), None)
+
+    def _has_room(self, request: _Request, path: Path, places: tuple[int, ...]) -> bool:
+        for place in places:
+            needs = self.pools.needs(request.prefix, path, place, *request.lengths)
+            if path == "remote" and any(other.endswith("stateless") for other in self.plan.rates):
+                needs += self.fleet.full_bytes(sum(request.lengths))  # of one stream, so that verifies go on
+            if self.pools.free[place] < needs:
+                return False
+        if self.pools.has(request.prefix, path, places[0]):
+            return True
+        waiting = self._loading if path == "remote" else self._slow[places[0]].waiting
+        return waiting <= self.fleet.ahead
+
+    def _start(self, request: _Request, path: Path, places: tuple[int, ...]) -> None:
+        request.path, request.places = path, places
+        self._homes[request.prefix] = path, places
+        self.result.paths[path] += 1
+        self._requests[request.number] = request
+        self._numbers[request.number] = random.Random(f"{self._seed} {request.number}")  # noqa: S311  (a simulation)
+        prompt, new_tokens = request.lengths
+        whole, fleet, place = self.fleet.full_bytes(prompt), self.fleet, places[0]
+        if path == "remote":
+            self._loading += 1
+            there, _ = self.pools.take(request.prefix, path, STORE, prompt, new_tokens, self._fast, whole)
+            self.clock.at(there.arrives, lambda: self._decode_at_store(request, there))
+            return
+        if HELD in places:
+            there, _ = self.pools.take(request.prefix, path, HELD, prompt, new_tokens, self._fast, whole)
+            request.held_from = there.arrives  # before that it is no use to ask
+        request.live = Live(request.number, new_tokens, window=self.plan.window)
+        wire = self._slow[place]
+        first = whole if path == "fetch" else whole * fleet.compression.keep
+        here, fresh = self.pools.take(request.prefix, path, place, prompt, new_tokens, wire, first)
+        if path == "fetch":
+            self.clock.at(here.arrives, lambda: self._decode_at_drafter(request))
+            return
+        self.clock.at(here.arrives, lambda: self._draft(request))
+        if path.startswith("stream"):
+            if fresh:
+                self._whole_from[request.prefix, place] = wire.send(fleet.following_bytes(prompt))
+            self.clock.at(self._whole_from[request.prefix, place], lambda: self._made_whole(request))
+
+    # -- drafting and verifying ----------------------------------------------------------------------
+
+    def _draft(self, request: _Request) -> None:
+        assert request.live is not None
+        live, prompt = request.live, request.arrival.prompt_tokens
+        if request.whole:
+            self._decode_at_drafter(request)
+            return
+        live.phase, live.drafts = "drafting", 0
+        live.reads = self.fleet.draft_bytes(prompt) + self.fleet.full_bytes(live.committed)
+        self._drafters[request.places[0]].run(live)
+
+    def _asked(self, live: Live) -> None:
+        request = self._requests[live.number]
+        when = max(self.clock.now + self.fleet.slow.latency, request.held_from)
+        self.clock.at(when, lambda: self._verify(request))
+
+    def _verify(self, request: _Request) -> None:
+        assert request.live is not None
+        tokens, rows = request.arrival.prompt_tokens + request.live.committed, request.live.drafts + 1
+
+        def done() -> None:
+            self.clock.at(self.clock.now + self.fleet.slow.latency, lambda: self._verdict(request))
+
+        stream = HELD not in request.places
+        if stream and self._store.join(self._riding.get(request.prefix, -1), rows, done):
+            return
+        number = self._store.verify(tokens, self.fleet.full_bytes(tokens), rows, done, stream=stream)
+        if stream:
+            self._riding[request.prefix] = number
+
+    def _verdict(self, request: _Request) -> None:
+        assert request.live is not None
+        live, accepted = request.live, 0
+        hazard = self.fleet.compression.hazard if request.arrival.hazard is None else request.arrival.hazard
+        while accepted < live.drafts and self._numbers[request.number].random() >= hazard:
+            accepted += 1
+        self.result.drafted += live.drafts
+        self.result.accepted += accepted
+        live.committed += accepted + 1
+        self._committed(request, accepted + 1)
+        if live.committed >= request.arrival.new_tokens:
+            self._end(request)
+        else:
+            self._draft(request)
+
+    def _made_whole(self, request: _Request) -> None:
+        request.whole = True  # from its next verdict on it decodes plainly
+
+    # -- plain decoding ------------------------------------------------------------------------------
+
+    def _decode_at_drafter(self, request: _Request) -> None:
+        assert request.live is not None
+        live = request.live
+        live.phase, live.reads = "plain", self.fleet.full_bytes(request.arrival.prompt_tokens + live.committed)
+        self._drafters[request.places[0]].run(live)
+
+    def _plain_token(self, live: Live) -> None:
+        request = self._requests[live.number]
+        live.committed += 1
+        live.reads += self.fleet.token_bytes
+        self._committed(request, 1)
+        if live.committed >= request.arrival.new_tokens:
+            self._end(request)
+
+    def _decode_at_store(self, request: _Request, prefix: Prefix) -> None:
+        self._loading -= 1
+        prompt, new_tokens = request.lengths
+        number = self._store.decode(
+            prompt, self.fleet.full_bytes(prompt + new_tokens), self.fleet.full_bytes(new_tokens), prefix
+        )
+        self._jobs[number] = request
+        self._fill()
+
+    def _store_token(self, number: int) -> None:
+        request = self._jobs[number]
+        request.committed += 1
+        self._committed(request, 1)
+        if request.committed >= request.arrival.new_tokens:
+            self._store.finish(number)
+            del self._jobs[number]
+            self._end(request)
+
+    # -- accounts ------------------------------------------------------------------------------------
+
+    def _committed(self, request: _Request, tokens: int) -> None:
+        if len(self.result.first_tokens) <= request.number:
+            self.result.first_tokens += [-1.0] * (request.number + 1 - len(self.result.first_tokens))
+        if self.result.first_tokens[request.number] < 0:
+            self.result.first_tokens[request.number] = self.clock.now - request.arrival.at
+        self.result.tokens += tokens
+        self.result.seconds = self.clock.now
+
+    def _end(self, request: _Request) -> None:
+        self.result.latencies.append(self.clock.now - request.arrival.at)
+        if request.live is not None:
+            self._drafters[request.places[0]].leave(request.live)
+        for place in request.places:
+            self.pools.give(request.prefix, request.path, place, request.arrival.new_tokens)
+        del self._requests[request.number], self._numbers[request.number]
+        self._fill()
+
+
+def simulate_fleet(fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0) -> FleetResult:
+    """Run the requests on the fleet; see :class:`FleetSimulation`."""
+    return FleetSimulation(fleet, arrivals, seed).run()
