@@ -106,11 +106,13 @@ class FakeRedis:
 class RealRedis:
     """The real server in a folder of its own; killed and started again on the same port."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, tls: bool = False) -> None:
         self.folder, self._options = folder, options
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        if tls:
+            self._options = (*options, "--tls-port", str(self.port))
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

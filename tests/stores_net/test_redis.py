@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,3 +222,65 @@ def test_a_fork_does_not_share_connections(store: RedisBlobs) -> None:
     assert right
     assert os.waitstatus_to_exitcode(status) == 0
     assert store.get("a", deadline=later()) == blobs["a"]
+
+
+def test_tls(tmp_path: Path) -> None:
+    """Encrypted and checked against an authority; a server that another one vouches for is refused."""
+    authority, other = certificates(tmp_path)
+    server = RealRedis(
+        tmp_path,
+        "--port",
+        "0",
+        "--tls-auth-clients",
+        "no",
+        "--tls-cert-file",
+        "server.pem",
+        "--tls-key-file",
+        "server.key",
+        tls=True,
+    )
+    try:
+        url = server.url.replace("redis://127.0.0.1", "rediss://localhost")
+        blob = os.urandom(3_000_000)
+        store = RedisBlobs(url, ssl_ca_certs=str(authority))
+        store.put("k", [blob], deadline=later())
+        for _ in range(3):
+            assert store.get("k", deadline=later()) == blob
+        assert len(store._connections._idle) == 1  # session tickets are no reply that nobody asked for
+        store.close()
+        stranger = RedisBlobs(url, ssl_ca_certs=str(other))
+        with pytest.raises(StoreError, match="certificate"):
+            stranger.get("k", deadline=later())
+        stranger.close()
+    finally:
+        server.kill()
+
+
+def certificates(folder: Path) -> tuple[Path, Path]:
+    """Two authorities; the first has signed ``server.pem`` for localhost."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    def name(text: str) -> Any:
+        return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, text)])
+
+    def made(file: str, subject: str, issuer: str, key: Any, signer: Any, *more: tuple[Any, bool]) -> Path:
+        start = dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc)
+        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name(issuer)).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(start)
+        builder = builder.not_valid_after(start + dt.timedelta(days=36500))
+        for extension, critical in more:
+            builder = builder.add_extension(extension, critical)
+        path = folder / file
+        path.write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        return path
+
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(3)]
+    root = (x509.BasicConstraints(ca=True, path_length=None), True)
+    local = (x509.SubjectAlternativeName([x509.DNSName("localhost")]), False)
+    authorities = [made(f"ca{n}.pem", f"ca{n}", f"ca{n}", keys[n], keys[n], root) for n in range(2)]
+    made("server.pem", "localhost", "ca0", keys[2], keys[0], local)
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "server.key").write_bytes(keys[2].private_bytes(*form))
+    return authorities[0], authorities[1]
