@@ -25,6 +25,9 @@ from vericache_core.runtime.window import WindowController
 
 LINK_TOLERANCE = 0.1
 """Share by which a link may differ from what is believed of it before prices are worked out anew."""
+HOPED_SHARE = 0.5
+"""Bytes of a compressed prefix over those of the full one: of a compressor that names no budget, for the choice of a mode
+until one was seen. Budgets reckon with all of them."""
 UNBOUNDED = 1e18
 """Bytes that stand for no budget."""
 
@@ -97,7 +100,7 @@ class Planner:
             return "plain"
         if self.config.mode == "auto":
             full = float(tokens * self._token_bytes)
-            share = self._share(compressor)
+            share = self._share(compressor, tokens, HOPED_SHARE)
             tier = self.config.full_kv
             demand = Demand(
                 tokens,
@@ -153,19 +156,21 @@ class Planner:
                 share, key = metrics.compressed_kv_bytes / metrics.compressed_from_bytes, self._key(metrics.compressor)
                 self._shares[key] = max(share, self._shares.get(key, 0.0))
         elif request.compressor is not None and metrics.compressor is not None:
-            share = self._share(metrics.compressor)
+            share = self._share(metrics.compressor, request.prompt_tokens)
             draft = (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
         if not request.full.offloaded:
             return Bytes(full + draft, 0.0, 0.0)
         return Bytes(draft, full, 0.0) if self.config.full_kv == "host" else Bytes(draft, 0.0, full)
 
-    def _share(self, compressor: str) -> float:
-        """Bytes of the compressed prefix over those of the full one: what was seen, else what was asked for, else all."""
+    def _share(self, compressor: str, tokens: int, unknown: float = 1.0) -> float:
+        """Bytes of the compressed prefix over those of the full one: what was seen, else what was asked for, or ``unknown``."""
         seen = self._shares.get(self._key(compressor))
         if seen is not None:
             return min(1.0, seen * 1.02)
-        keep = self.config.compressor_options().get("keep") if compressor == self.config.compressor else None
-        return min(1.0, float(keep) * 1.02) if isinstance(keep, int | float) else 1.0
+        options = self.config.compressor_options() if compressor == self.config.compressor else {}
+        if "keep_tokens" in options:
+            return min(1.0, float(options["keep_tokens"]) / tokens)
+        return min(1.0, float(options["keep"]) * 1.02) if "keep" in options else unknown
 
     def _key(self, compressor: str) -> str:
         return prior_key(compressor, self.config.compressor_options() if compressor == self.config.compressor else {})

@@ -1,0 +1,45 @@
+"""What the planner reckons with before a compressor has shown what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.models import build
+from vericache_core import Engine, EngineConfig, SamplingParams
+
+PROMPT = [1 + at % 90 for at in range(1024)]
+
+
+def draft_bytes(**config: Any) -> float:
+    """Device bytes that one request is expected to hold beside its full KV on the host."""
+    with Engine(build("llama", max_position_embeddings=2048), config=EngineConfig(compressor="random", **config)) as engine:
+        request = engine._request(PROMPT, SamplingParams(max_new_tokens=8), "random", False)
+        return engine.planner.holds(request).device
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"keep": 0.25}, {"options": {"keep": 0.25}}, {"options": {"keep": "0.25"}}, {"keep_tokens": 256}],
+    ids=["field", "option", "text", "tokens"],
+)
+def test_a_budget_counts_however_it_is_written(config: dict[str, Any]) -> None:
+    whole = draft_bytes(keep=1.0)
+    assert 0.25 * whole < draft_bytes(**config) < 0.45 * whole
+
+
+def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vericache_core.runtime import planning
+    from vericache_core.runtime.costs import CostModel, Link
+
+    # Reading KV is all that costs, so a quarter of it is four times as fast.
+    costs = CostModel({8: 1e-6, 128: 1e-6}, read=1e-6, pair=1e-9, links={"host": Link(0.0, 1e-12)}, layers=2)
+    monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: planning.RoundPricer(costs)))
+    model = build("llama", max_position_embeddings=2048)
+    for options in ({"keep": 0.25}, {"keep": "0.25"}):
+        config = EngineConfig(compressor="random", options=options, mode="auto", window="auto", full_kv="host")
+        with Engine(model, config=config) as engine:
+            assert engine.planner.mode("random", 1024, 64, 4) != "plain"
+    with Engine(model, config=EngineConfig(compressor="random", keep=1.0, mode="auto", window="auto")) as engine:
+        assert engine.planner.mode("random", 1024, 64, 4) == "plain"
