@@ -176,7 +176,7 @@ class Engine:
             self.config.on_swap_error,
             None if tokenizer is None else self._encode,
             lambda: is_safe(self.attention),
-            self.planner.link,
+            self.planner.link_meter,
         )
         if self.config.compressor is not None:
             if self.planner.chooses:

@@ -32,10 +32,11 @@ def test_a_budget_counts_however_it_is_written(config: dict[str, Any]) -> None:
 def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     from vericache_core.runtime import planning
     from vericache_core.runtime.costs import CostModel, Link
+    from vericache_core.runtime.rounds import RoundPricer
 
     # Reading KV is all that costs, so a quarter of it is four times as fast.
     costs = CostModel({8: 1e-6, 128: 1e-6}, read=1e-6, pair=1e-9, links={"host": Link(0.0, 1e-12)}, layers=2)
-    monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: planning.RoundPricer(costs)))
+    monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: RoundPricer(costs)))
     model = build("llama", max_position_embeddings=2048)
     for options in ({"keep": 0.25}, {"keep": "0.25"}):
         config = EngineConfig(compressor="random", options=options, mode="auto", window="auto", full_kv="host")

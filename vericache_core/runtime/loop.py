@@ -46,7 +46,7 @@ class StepLoop:
         on_swap_error: ``"recompute"`` or ``"fail"``.
         encode: text -> token ids, for compressors that need it.
         overlaps: whether two steps may run at the same time, asked before a verify goes to the background.
-        link: learns how fast swaps come in.
+        link_meter: learns how fast swaps come in.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StepLoop:
         on_swap_error: str = "recompute",
         encode: Callable[[str], list[int]] | None = None,
         overlaps: Callable[[], bool] = lambda: True,
-        link: LinkMeter | None = None,
+        link_meter: LinkMeter | None = None,
     ) -> None:
         self.adapter, self.ring, self._attend = adapter, ring, attend
-        self.link = link or LinkMeter()
+        self.link_meter = link_meter or LinkMeter()
         self.scheduler, self._holds, self._overlaps = scheduler, holds, overlaps
         self.compression = Compression(adapter, fold, encode, self._forward)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
@@ -229,7 +229,7 @@ class StepLoop:
 
     def _swaps_long(self, request: Request) -> bool:
         """Whether its next swap takes longer than a step that swaps nothing, and may run beside others."""
-        rate = self.link.seconds_per_byte(request.full.tier)
+        rate = self.link_meter.seconds_per_byte(request.full.tier)
         if request.draft is None or not request.full.offloaded or rate is None or not self._overlaps():
             return False
         return rate * self._swap_bytes(request) > self._step_seconds
@@ -315,7 +315,7 @@ class StepLoop:
         now = full.link_seconds, full.link_bytes, full.waited_seconds
         link, nbytes, waited = (after - before for after, before in zip(now, request.link_counted, strict=True))
         request.link_counted = now
-        self.link.observe(full.tier, nbytes, link)
+        self.link_meter.observe(full.tier, nbytes, link)
         self.swap_seconds += link
         request.metrics.swap_seconds += link
         if self._foreground:

@@ -48,7 +48,7 @@ class Planner:
         self._token_bytes = sum(layer.token_bytes for layer in adapter.layers)
         self._shares: dict[str, float] = {}
         self._pricer: RoundPricer | None = None
-        self.link = LinkMeter()
+        self.link_meter = LinkMeter()
         priors: dict[str, Prior] = {}
         if config.calibration is not None:
             found = load_calibration(config.calibration, fingerprint())
@@ -66,7 +66,7 @@ class Planner:
         if self._pricer is None:
             self._pricer = RoundPricer(self._measure())
         tier, costs = self.config.full_kv, self._pricer.costs
-        seen, known = self.link.seconds_per_byte(tier), costs.links.get(tier)
+        seen, known = self.link_meter.seconds_per_byte(tier), costs.links.get(tier)
         if seen is not None and (known is None or abs(seen - known.seconds_per_byte) > LINK_TOLERANCE * seen):
             links = {**costs.links, tier: Link(0.0, seen)}
             self._pricer = RoundPricer(dataclasses.replace(costs, links=links))
