@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.models import build
+from vericache_core import Engine, EngineConfig
 from vericache_core.errors import ConfigError
+from vericache_core.model.probe import run_blocks
+from vericache_core.runtime import measure as measuring
 from vericache_core.runtime.calibration import Calibration, Fingerprint, load_calibration, prior_key, processor_name
-from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.costs import CostModel, Link, fit
 from vericache_core.runtime.hazard import Prior
 
 HERE = Fingerprint("EPYC", 2, "2.13.0", "demo", "abc", "bfloat16")
@@ -91,3 +95,25 @@ def test_the_key_of_a_prior_is_the_same_in_any_order_of_options() -> None:
 
 def test_this_machine_has_a_name() -> None:
     assert processor_name()
+
+
+def test_a_step_of_a_shape_is_measured_with_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(build("llama"), config=EngineConfig(rows=10)) as engine:
+        ran: list[int] = []
+        loads: list[int] = []
+
+        def counted(adapter: Any, attend: Any, parts: Any, shift: int = 0) -> Any:
+            ran.append(sum(len(ids) for _, ids in parts))
+            return run_blocks(adapter, attend, parts, shift)
+
+        def seen(steps: Any, swaps: Any, layers: int) -> Any:
+            loads.extend(sample.load.rows for sample in steps)
+            return fit(steps, swaps, layers)
+
+        monkeypatch.setattr(measuring, "run_blocks", counted)
+        monkeypatch.setattr(measuring, "fit", seen)
+        costs = measuring.measure(engine.adapter, engine.attend, repeats=1)
+        shapes = engine.adapter.shapes
+    assert len(shapes) > 3
+    assert set(costs.shapes) == set(shapes)
+    assert [next(shape for shape in shapes if shape >= rows) for rows in ran] == loads

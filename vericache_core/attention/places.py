@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +36,10 @@ class Places:
 
 def lay_out(jobs: Sequence[AttentionJob], rows: int, kv_heads: int) -> Places:
     """Make room for the new rows of ``jobs`` (at least one) and say where everything lies."""
-    counts = np.array([job.count for job in jobs], dtype=np.int64)
     bases = np.array([job.base for job in jobs], dtype=np.int64)
     for job, most in zip(jobs, bases.max(1).tolist(), strict=True):
         job.pages.reserve(most + job.count)
-    owner = np.repeat(np.arange(len(jobs)), counts)
-    order = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # place of a row in its job
-    used = np.array([job.first for job in jobs], dtype=np.int64)[owner] + order
+    owner, order, used = _rows(tuple((job.first, job.count) for job in jobs))
     tables, starts = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
     limits = np.zeros((rows, kv_heads), dtype=np.int64)
     pages = np.array([len(job.pages.key_addresses) for job in jobs], dtype=np.int64)
@@ -57,3 +55,15 @@ def lay_out(jobs: Sequence[AttentionJob], rows: int, kv_heads: int) -> Places:
         starts,
         used,
     )
+
+
+@lru_cache(maxsize=64)
+def _rows(jobs: tuple[tuple[int, int], ...]) -> tuple[Index, Index, Index]:
+    """Of every row of jobs given as (first, count): its job, its place in it, its place in the step; all layers share them."""
+    firsts, counts = np.array(jobs, dtype=np.int64).T
+    owner = np.repeat(np.arange(len(jobs)), counts)
+    order = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    used = firsts[owner] + order
+    for index in (owner, order, used):
+        index.flags.writeable = False
+    return owner, order, used

@@ -36,16 +36,14 @@ def measure(adapter: ModelAdapter, attend: Attend, swap_dir: str | None = None, 
                 part.zero_()  # pages come as they were; not-a-number would cost nothing extra but says nothing either
     runs: list[tuple[StepLoad, Callable[[], object]]] = []
     token_bytes = sum(layer.token_bytes for layer in adapter.layers)
+    smallest = adapter.shapes[0]
+    read = float(token_bytes * context)
+    some = sequences[: min(len(sequences), smallest)]
+    runs.append((StepLoad(smallest, read * len(some)), _step(adapter, attend, some, context, 1)))
     for shape in adapter.shapes:
-        for cached in (0, context):
-            singles = sequences[: min(len(sequences), shape)]
-            read = float(token_bytes * cached)
-            runs.append((StepLoad(shape, read * len(singles)), _step(adapter, attend, singles, cached, 1)))
-            block = shape if cached else 2
-            if block > 1:
-                runs.append(
-                    (StepLoad(shape, read, float(block * cached)), _step(adapter, attend, sequences[:1], cached, block))
-                )
+        # A step runs in the smallest shape that holds its rows, so a shape is measured with as many rows as it has.
+        runs.append((StepLoad(shape, 0.0, shape * shape / 2), _step(adapter, attend, sequences[:1], 0, shape)))
+        runs.append((StepLoad(shape, read, float(shape * context)), _step(adapter, attend, sequences[:1], context, shape)))
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for (_, run), own in zip(runs, times, strict=True):
