@@ -35,7 +35,7 @@ from vericache_core.service.http import Service, split_address
 
 ROOT = DEPLOY.parent
 DRAIN_SECONDS = 30
-"""Default of `draining`."""
+"""Default of `draining`, which drafters use; a store is told."""
 
 
 def lint(*command: str | Path) -> None:
@@ -186,6 +186,20 @@ def test_a_pod_has_time_to_drain_before_it_is_killed() -> None:
         assert found["terminationGracePeriodSeconds"] > pause + DRAIN_SECONDS
     for service in compose()["services"].values():
         assert int(service["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS
+
+
+def test_stores_take_as_long_to_drain_as_drafters() -> None:
+    for where, arguments in command_lines().items():
+        if where.endswith(" store"):
+            assert parsed(arguments).grace == DRAIN_SECONDS
+
+
+def test_drafters_are_asked_on_standard_input_so_it_stays_open() -> None:
+    for where, arguments in command_lines().items():
+        if where.endswith(" drafter"):
+            assert parsed(arguments).prompts == []
+    assert [container.get("stdin", False) for name, _, container in containers() if name == "drafter"] == [True]
+    assert compose()["services"]["drafter"]["stdin_open"] is True
 
 
 def test_nothing_runs_as_root_or_writes_where_it_should_not() -> None:

@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--file", metavar="FILE", help="text that all prompts begin with")
     parser.add_argument("--check", action="store_true", help="only say hello to the store and measure the link")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there, until SIGTERM")
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve /healthz, /readyz and /metrics there, until SIGTERM; logs become JSON lines",
+    )
     for flag, setting in _ALIASES.items():
         name = setting.replace("_", "-")
         parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag, metavar="FILE", help=f"the same as --{name}")
@@ -124,9 +128,11 @@ def _serve(args: argparse.Namespace, engine: Engine, shared: str, params: Sampli
         service: Any = None
         if args.metrics is not None:
             from vericache_core.service.http import Service, split_address
+            from vericache_core.service.logs import configure_logs
             from vericache_core.service.metrics import Metrics
             from vericache_core.service.watch import EngineWatch
 
+            configure_logs()
             metrics = Metrics()
             service = stack.enter_context(Service(*split_address(args.metrics), metrics))
             EngineWatch.attach(engine, metrics)

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or text (repeatable)",
     )
     serve.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds for calls under way at the end [10]")
-    serve.add_argument("--metrics", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there")
+    serve.add_argument(
+        "--metrics", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there; logs become JSON lines"
+    )
     serve.add_argument("--json", action="store_true", help="say in JSON, on a line of its own, when the store is ready")
     add_engine_arguments(serve)
 
@@ -94,9 +96,11 @@ def _serve(args: argparse.Namespace, server: StoreServer) -> int:
         service: Any = None
         if args.metrics is not None:
             from vericache_core.service.http import Service, split_address
+            from vericache_core.service.logs import configure_logs
             from vericache_core.service.metrics import Metrics
             from vericache_core.service.watch import EngineWatch
 
+            configure_logs()
             metrics = Metrics()
             service = stack.enter_context(Service(*split_address(args.metrics), metrics))
             EngineWatch.attach(server.verifier.engine, metrics)

@@ -493,7 +493,8 @@ class RemoteLoop(StepLoop):
         if self._config.on_remote_error == "fail":
             request.fail(RemoteError(reason, hint="on_remote_error=recompute goes on without the store"))
             return
-        log.warning("request %d: %s; recomputing its full KV here", request.number, reason)
+        text = "request %d: %s; recomputing its full KV here"
+        log.warning(text, request.number, reason, extra={"request": request.number})
         request.metrics.degraded.append(f"full KV recomputed here: {reason}")
         request.forget_draft()
         self._join(request)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vericache_core.errors import ConfigError, VeriCacheError
+from vericache_core.runtime.modes import SWAP_MARGIN
 from vericache_core.runtime.trace import Arrival
-from vericache_core.simulate.fleet import Fleet, Path, Plan, make_plan
+from vericache_core.simulate.fleet import PLAIN, Fleet, Path, Plan, make_plan
 from vericache_core.simulate.nodes import Clock, Drafter, Live, Verifier, Wire
 from vericache_core.simulate.pools import HELD, STORE, Pools, Prefix
 
@@ -91,6 +92,9 @@ class FleetSimulation:
         prompt = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
         new = sum(arrival.new_tokens for arrival in arrivals) / len(arrivals)
         self.fleet, self.plan = fleet, make_plan(fleet, round(prompt), round(new))
+        plain = make_plan(fleet, round(prompt), round(new), [path for path in PLAIN if path in fleet.paths])
+        if self.plan.rate < SWAP_MARGIN * plain.rate:  # as everywhere: what swaps must look that much faster
+            self.plan = plain
         if not self.plan.rate:
             raise ConfigError("no path has room for a request", hint="more memory, shorter prompts, or other paths")
         self.clock, self.result = Clock(), FleetResult(self.plan)
