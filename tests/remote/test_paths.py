@@ -69,6 +69,7 @@ def test_prefixes_are_found() -> None:
     assert prefixes.of([*shared, 5, 5, 5], []) is first, "the one that is here"
     alone = prefixes.of([3, 4, 5], [[3, 4, 6]])
     assert alone.ids == (3, 4), "too little in common: all but the last token"
+    assert len(prefixes.of([*shared, *range(1000, 1200)], []).ids) == 299, "a third of the prompt is not worth it"
     assert common([1, 2, 3], [1, 2, 3]) == 2, "the last token is never part of a prefix"
     assert common([1, 2], [3]) == 0
 

@@ -49,14 +49,16 @@ class Prefixes:
         """The prefix that ``prompt`` leans on; it gets one more user.
 
         The longest that is here already; else what it has in common with one of the ``others`` that came with it;
-        else all of it but the last token, which must be computed anyway.
+        else all of it but the last token, which must be computed anyway. What is shorter than half of the prompt does
+        not count: the rest is computed on both sides.
         """
         ids = tuple(prompt)
-        known = [held for held in self._held if len(held) < len(ids) and ids[: len(held)] == held]
+        least = max(SHORTEST, len(ids) // 2)
+        known = [held for held in self._held if least <= len(held) < len(ids) and ids[: len(held)] == held]
         best = max(known, key=len, default=())
         if not best:
             shared = max((common(ids, other) for other in others), default=0)
-            best = ids[:shared] if SHORTEST <= shared < len(ids) else ids[:-1]
+            best = ids[:shared] if least <= shared < len(ids) else ids[:-1]
         found = self._held.setdefault(best, Local(best))
         self._held.move_to_end(best)
         found.users += 1

@@ -30,6 +30,8 @@ from vericache_core.runtime.sampling_params import SamplingParams
 log = logging.getLogger("vericache.remote")
 BEAT: Final = 1.0
 """Seconds between signs of life while a prefix is computed."""
+PATIENCE: Final = 600.0
+"""Seconds that a call may wait for a verdict, whatever its caller says."""
 MOST_ECHO: Final = 4 << 20
 T = TypeVar("T")
 
@@ -175,7 +177,7 @@ class StoreServer:
         session = self.verifier.find(tenant, message.text("session", 64))
         drafts = message.numbers("drafts", 0, self._engine.adapter.vocab_size - 1, self.limits.drafts)
         seq, base = message.number("seq", 0, 1 << 40), message.number("base", 0, self.limits.tokens)
-        return self.verifier.verify(session, seq, base, drafts).result(context.time_remaining())
+        return self.verifier.verify(session, seq, base, drafts).result(min(PATIENCE, context.time_remaining() or PATIENCE))
 
     def _close(self, message: Message, tenant: str, _context: Any) -> Message:
         self.verifier.close_session(self.verifier.find(tenant, message.text("session", 64)))

@@ -238,6 +238,8 @@ class Verifier:
             if other == key:
                 waiters.append(result)
                 return
+        if len(self._preparing) >= self.limits.sessions:
+            raise RemoteRefused("the store prepares as many prefixes as it may", hint="try again later")
         # One token more than is of use: the request must still be there, with its caches, when its prefix is done.
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
         request = self.engine.make_request(ids, params, self.engine.make_full_kv(compressor, "device"), compressor)

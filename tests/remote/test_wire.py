@@ -1,0 +1,93 @@
+"""Faults below the messages: a wire that is cut, drips, goes dark, or garbles bytes. Tokens stay right."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from typing_extensions import Self
+
+from tests.remote.stores import drafter, plain, prompts, same, store
+from vericache_core.runtime.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=24)
+
+
+class Wire:
+    """A proxy to ``port``; after ``good`` bytes from the store the fault sets in."""
+
+    def __init__(self, port: int, fault: str, good: int) -> None:
+        self.port, self.fault, self.good = port, fault, good
+        self.carried = 0
+        self.ended = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ended.set()
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # it may have been closed before
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        while not self.ended.is_set():
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.port))
+            self._sockets += [near, far]
+            for source, target, down in ((near, far, False), (far, near, True)):
+                thread = threading.Thread(target=self._carry, args=(source, target, down), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, down: bool) -> None:
+        with contextlib.suppress(OSError):  # the other direction may have ended
+            while data := source.recv(4096):
+                self.carried += len(data) * down
+                target.sendall(self._changed(data, target) if down and self.carried > self.good else data)
+        for each in (source, target):
+            each.close()
+
+    def _changed(self, data: bytes, target: socket.socket) -> bytes:
+        if self.fault == "cut":
+            raise ConnectionResetError(104, "cut")
+        if self.fault == "garbled":
+            return bytes(byte ^ 0x55 for byte in data)
+        if self.fault == "drips":
+            for byte in data:
+                if self.ended.wait(1.0):
+                    break
+                target.sendall(bytes([byte]))
+        self.ended.wait(60)  # dark
+        return b""
+
+
+SOON = [(fault, good) for fault in ("cut", "garbled") for good in (3000, 50_000)]
+LATER = [(fault, good) for fault in ("cut", "drips", "dark", "garbled") for good in (200, 3000, 20_000, 50_000)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "good"), [*SOON, *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER if case not in SOON)]
+)
+def test_a_bad_wire(tmp_path: Path, fault: str, good: int) -> None:
+    expected = plain(prompts(2), PARAMS)
+    with store(tmp_path) as server, Wire(server.port, fault, good) as wire:
+        with drafter(tmp_path, 1, remote=wire.address, compressor="random", keep=0.5, remote_timeout=1.5) as engine:
+            got = engine.generate(prompts(2), PARAMS)
+        same(got, expected)
+        assert wire.carried > good, "the fault never set in"
+        assert good < 1000 or any(output.metrics.degraded for output in got)
