@@ -169,8 +169,9 @@ def inside(namespace: str, core: str, command: list[str]) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """This environment with libraries held to so many threads."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
+    """This environment with libraries held to so many threads, and the checkout that this file is in, for both sides."""
+    root = str(Path(__file__).resolve().parents[1])
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads), "PYTHONPATH": root}
 
 
 def summary(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
