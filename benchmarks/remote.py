@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,8 @@ def main() -> int:
     if os.geteuid() != 0:
         print("network namespaces need root", file=sys.stderr)
         return 2
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: sys.exit(128 + got))  # by exception, so that the link is taken down
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vericache-remote-")))
         names = stack.enter_context(linked(args.rate))

@@ -110,7 +110,7 @@ def _as_offered(config: EngineConfig) -> EngineConfig:
 def _check(engine: Engine, *, json_output: bool) -> int:
     from vericache_core.remote.measure import measure_link
 
-    speed = measure_link(engine.loop.link)  # type: ignore[attr-defined]  # full_kv is remote
+    speed = measure_link(engine.loop.store)  # type: ignore[attr-defined]  # full_kv is remote
     if json_output:
         print_json(SCHEMA, {"latency_seconds": speed.latency, "bytes_per_second": speed.bandwidth})
     else:

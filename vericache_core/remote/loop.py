@@ -84,7 +84,7 @@ class RemoteLoop(StepLoop):
 
     def __init__(self, *base: Any, engine: Engine, link: Link, facts: Facts) -> None:
         super().__init__(*base)
-        self.link, self.stats = link, LinkStats()
+        self.store, self.stats = link, LinkStats()
         self._engine, self._config, self._facts = engine, engine.config, facts
         self._waiting: list[Request] = []
         self._remote: dict[int, _Live] = {}
@@ -178,7 +178,7 @@ class RemoteLoop(StepLoop):
         until = time.monotonic() + 1.0
         while any(not call.done() for call in self._goodbyes) and time.monotonic() < until:
             time.sleep(0.01)
-        self.link.close()
+        self.store.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._prefixes.clear()
         super().close()
@@ -229,7 +229,7 @@ class RemoteLoop(StepLoop):
         def done(answer: Message | RemoteError) -> None:
             self._events.put(lambda: self._answered(live, question, answer, again))
 
-        live.call = self.link.ask_later("verify", question, done)
+        live.call = self.store.ask_later("verify", question, done)
 
     def _answered(self, live: _Live, question: Message, answer: Message | RemoteError, again: bool) -> None:
         if self._remote.get(live.session.request.number) is not live:
@@ -238,7 +238,7 @@ class RemoteLoop(StepLoop):
             if self._verdict(live, answer):
                 return
             answer = RemoteError("the store answered another question than the one it was asked")
-        soon = time.monotonic() - live.session.sent_at < self.link.timeout / 2
+        soon = time.monotonic() - live.session.sent_at < self.store.timeout / 2
         if again and soon and not isinstance(answer, RemoteRefused):
             self._ask_verdict(live, question, again=False)  # the store answers the same question the same way
         else:
@@ -316,7 +316,7 @@ class RemoteLoop(StepLoop):
     def _speed(self) -> LinkSpeed:
         """Of the link, measured once, when it is first asked for."""
         if self._measured is None:
-            self._measured = measure_link(self.link)
+            self._measured = measure_link(self.store)
         return self._measured
 
     @property
@@ -362,7 +362,7 @@ class RemoteLoop(StepLoop):
         """Pass the messages of a stream on; what goes wrong becomes a failure of ``live``."""
         stream = None
         try:
-            stream = self.link.stream(method, message)
+            stream = self.store.stream(method, message)
             self._streams.add(stream)
             for found in stream:
                 take(found)
@@ -545,7 +545,7 @@ class RemoteLoop(StepLoop):
     def _say_goodbye(self, number: str) -> None:
         """Tell the store that a session is over; it would find out by itself, only later."""
         self._goodbyes = [call for call in self._goodbyes if not call.done()]
-        self._goodbyes.append(self.link.ask_later("close", Message("close", {"session": number}), lambda _: None))
+        self._goodbyes.append(self.store.ask_later("close", Message("close", {"session": number}), lambda _: None))
 
     def _watch(self) -> None:
         now = time.monotonic()
