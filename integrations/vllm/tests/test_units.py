@@ -97,6 +97,16 @@ def test_the_client_takes_no_verdict_on_trust(wire: Any) -> None:
         client._verdict(Check([1], [2, 3]), wire)
 
 
+@pytest.mark.parametrize("facts", [{"protocol": 1}, {"protocol": 1, "max_model_len": "x"}])
+def test_a_server_has_to_say_its_limit(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+    monkeypatch.setattr(client.HttpVerifier, "_ask", lambda *_: facts)
+    with pytest.raises(RemoteError, match="how long"):
+        client.HttpVerifier("http://h", "token")
+    monkeypatch.setattr(client.HttpVerifier, "_ask", lambda *_: {**facts, "protocol": 2})
+    with pytest.raises(ConfigError, match="protocol 2"):
+        client.HttpVerifier("http://h", "token")
+
+
 # -- the loop -----------------------------------------------------------------------------------------
 
 

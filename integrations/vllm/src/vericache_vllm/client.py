@@ -41,7 +41,10 @@ class HttpVerifier:
         facts = self._ask(None)
         if facts.get("protocol") != PROTOCOL:
             raise ConfigError(f"the verifier speaks protocol {facts.get('protocol')}, this client {PROTOCOL}")
-        self.max_model_len = int(facts["max_model_len"])
+        try:
+            self.max_model_len = int(facts["max_model_len"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteError("the verifier does not say how long a request may be", cause=repr(error)) from error
 
     def verify(self, checks: Sequence[Check]) -> list[Verdict]:
         if not checks:
