@@ -24,7 +24,7 @@ MARGIN: Final = 1.02
 """How much faster than plain a mix must look to be taken: costs are estimates, too."""
 SWAP_MARGIN: Final = 1.15
 """The same for a mix that swaps, whose rate is harder to tell (see docs/scheduling.md)."""
-LOCKSTEP_MARGIN: Final = 1.1
+LOCKSTEP_MARGIN: Final = 1.4
 """The same in lock step, where requests of short windows wait for those of long ones."""
 _TRIED: Final = 12
 
