@@ -65,13 +65,15 @@ def run(args: argparse.Namespace, setup: Setup, model: str, device: str) -> int:
     return 0
 
 
-def load_to_round(fleet: Fleet, arrivals: Sequence[Arrival], window: int) -> float:
-    """Time of the full KV over the slow link by that of one window of drafts on a device full of them."""
+def load_to_round(fleet: Fleet, arrivals: Sequence[Arrival], window: int) -> float | None:
+    """Time of the full KV over the slow link by that of one window of drafts on a device full of them; None without drafts."""
+    if not window:
+        return None
     from vericache_core.simulate.fleet import draft_step_seconds
 
     prompt = round(sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals))
     new = round(sum(arrival.new_tokens for arrival in arrivals) / len(arrivals))
-    return fleet.slow.seconds(fleet.full_bytes(prompt)) / (max(1, window) * draft_step_seconds(fleet, prompt, new))
+    return fleet.slow.seconds(fleet.full_bytes(prompt)) / (window * draft_step_seconds(fleet, prompt, new))
 
 
 def _fleet(args: argparse.Namespace, setup: Setup, drafters: int, slow: float, fast: float) -> Fleet:
@@ -121,7 +123,7 @@ def _numbers(text: str, name: str) -> list[float]:
     return numbers
 
 
-def _row(count: int, slow: float, fast: float, ratio: float, plain: FleetResult, drafted: FleetResult) -> dict[str, Any]:
+def _row(count: int, slow: float, fast: float, ratio: float | None, plain: FleetResult, drafted: FleetResult) -> dict[str, Any]:
     return {
         "drafters": count,
         "slow_bytes_per_s": slow * 1e9,
@@ -151,7 +153,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["drafters"]),
         f"{row['slow_bytes_per_s'] / 1e9:g}",
         f"{row['fast_bytes_per_s'] / 1e9:g}",
-        f"{row['load_to_round']:.1f}",
+        f"{row['load_to_round']:.1f}" if row["load_to_round"] else "-",
         str(row["window"]),
         f"{row['plain_tokens_per_s']:.0f}",
         f"{row['tokens_per_s']:.0f}",
