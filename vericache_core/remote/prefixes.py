@@ -48,7 +48,7 @@ class Prefixes:
     def of(self, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> Local:
         """The prefix that ``prompt`` leans on; it gets one more user.
 
-        The longest that is here already; else what it has in common with one of the ``others`` that came with it;
+        The longest that is here already; else what it has in common with most of the ``others`` that came with it;
         else all of it but the last token, which must be computed anyway. What is shorter than half of the prompt does
         not count: the rest is computed on both sides.
         """
@@ -57,8 +57,10 @@ class Prefixes:
         known = [held for held in self._held if least <= len(held) < len(ids) and ids[: len(held)] == held]
         best = max(known, key=len, default=())
         if not best:
-            shared = max((common(ids, other) for other in others), default=0)
-            best = ids[:shared] if least <= shared < len(ids) else ids[:-1]
+            shared = [length for length in (common(ids, other) for other in others) if length >= least]
+            # What most have in common, rather than a few tokens more with one of them: each prefix crosses the link.
+            length = max(set(shared), key=lambda n: (n * sum(other >= n for other in shared), n), default=len(ids) - 1)
+            best = ids[:length]
         found = self._held.setdefault(best, Local(best))
         self._held.move_to_end(best)
         found.users += 1
