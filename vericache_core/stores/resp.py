@@ -29,6 +29,9 @@ except ImportError as _error:
 _LINE: Final = 4096
 """Bytes that a status, an error, a number or a length may take."""
 
+_TOLERANCE: Final = 1e-3
+"""Seconds before a deadline from which on an error is taken for its effect."""
+
 
 class DeadlineSocket:
     """A socket whose every wait ends at a deadline, however often the other side sends something.
@@ -245,11 +248,10 @@ class Connections:
             talk.finish()
         except BaseException as error:
             self._drop(connection)
-            if isinstance(error, (TimeoutError, redis.exceptions.TimeoutError)) or (
-                isinstance(error, (OSError, redis.RedisError)) and time.monotonic() >= deadline
-            ):
-                raise StoreTimeout("Redis did not answer in time") from error
             if isinstance(error, (OSError, redis.RedisError)):
+                # By the clock and not by the error: a timeout of TCP itself may come long before the deadline.
+                if time.monotonic() >= deadline - _TOLERANCE:
+                    raise StoreTimeout("Redis did not answer in time") from error
                 raise StoreError("Redis is out of reach", cause=str(error)) from error
             raise
         self._keep(connection)
