@@ -88,6 +88,10 @@ class EngineConfig:
     threads: int | None = option(None, help="CPU threads; none for torch's own choice", ge=1)
     ring_layers: int = option(2, help="layers of full KV on the device at once while it streams in", ge=2, le=4)
     swap_dir: str | None = option(None, help="folder of swap files; none for the system's temporary folder")
+    prefix_store: str | None = option(
+        None, help="URL of the store of prompts' KV, such as file:///var/cache/vericache?bytes=10GB or shm://name?bytes=2GB"
+    )
+    tenant: str = option("", help="salt of the prefix store's keys; tenants with different ones share nothing")
     fold: int = option(128, help="tail tokens gathered before the compressor takes them in; 0 for never", unit="tokens", ge=0)
     max_model_len: int | None = option(None, help="longest sequence; none for the model's own", unit="tokens", ge=1)
     on_compressor_error: Literal["plain", "fail"] = option(
@@ -132,7 +136,7 @@ class EngineConfig:
             raise ConfigError("full_kv=remote and remote=HOST:PORT go together", hint="give both or neither")
         if (self.remote_cert is None) != (self.remote_key is None):
             raise ConfigError("remote_cert and remote_key go together", hint="give both or neither")
-        for name in ("compressor", "swap_dir", "calibration"):
+        for name in ("compressor", "swap_dir", "calibration", "prefix_store"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: expected text, got an empty one")
 

@@ -40,6 +40,7 @@ from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
 from vericache_core.runtime.planning import Planner
 from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request, describe
+from vericache_core.runtime.reuse import open_reuse
 from vericache_core.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Engine:
         rows = self.config.rows
         further = () if self.config.shapes == "one" else (max(2, rows // 4), max(2, rows // 2), 2 * rows, 3 * rows, 4 * rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
+        self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
         self._eos = ending_ids(model, tokenizer)
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
@@ -177,6 +179,7 @@ class Engine:
             None if tokenizer is None else self._encode,
             lambda: is_safe(self.attention),
             self.planner.link_meter,
+            self.reuse,
         )
         if self.config.compressor is not None:
             if self.planner.chooses:
@@ -316,12 +319,14 @@ class Engine:
             return bool(self.loop.live)
 
     def close(self) -> None:
-        """Cancel what runs and give back memory, files and the swap thread."""
+        """Cancel what runs and give back memory, files and threads; prefixes that wait to be saved are, within seconds."""
         with self._lock:
             for request in self.loop.live:
                 self._drop(request)
             self.loop.close()
             self._ring.close()
+            if self.reuse is not None:
+                self.reuse.close()
 
     def __enter__(self) -> Self:
         return self

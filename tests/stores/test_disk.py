@@ -158,6 +158,21 @@ def test_pinned_blobs_stay_and_a_full_store_says_so(store: DiskBlobs) -> None:
     assert not store._pins
 
 
+def test_what_was_pinned_goes_from_its_end(store: DiskBlobs) -> None:
+    for name in "abcdef":
+        put(store, name, bytes(1500))
+    with store.pinned(["d", "a", "c", "gone"]):
+        for name in ("d", "a", "c"):
+            get(store, name)
+    for name in "xyz":
+        put(store, name, bytes(1500))
+    assert store.contains(list("abcdef"), deadline=soon()) == [True, False, True, True, False, False]
+    put(store, "w", bytes(1500))
+    assert store.contains(list("acd"), deadline=soon()) == [True, False, True]
+    put(store, "v", bytes(1500))
+    assert store.contains(list("acd"), deadline=soon()) == [False, False, True]
+
+
 def test_pins_end_with_an_exception(store: DiskBlobs) -> None:
     with pytest.raises(KeyError), store.pinned(["a"]):
         raise KeyError

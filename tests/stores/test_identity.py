@@ -107,6 +107,8 @@ def test_a_chain_link_stands_for_all_tokens_before() -> None:
     assert len(chain(IDENTITY, ids[:511], 128)) == 3
     assert chain(IDENTITY, ids[:127], 128) == []
     assert not set(chain(IDENTITY, ids, 128)) & set(chain(IDENTITY, other, 128))
+    for known in range(6):
+        assert chain(IDENTITY, ids, 128, chain(IDENTITY, [*ids, *ids], 128)[:known]) == chain(IDENTITY, ids, 128)
     assert chain(IDENTITY, ids[:256], 128) == chain(IDENTITY, ids, 128)[:2]
     assert not set(chain(IDENTITY, ids, 128)) & set(chain(IDENTITY, ids, 256))
 

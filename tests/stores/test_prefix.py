@@ -1,87 +1,23 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from tests.stores.support import IDENTITY, changed, layers, tokens
-from vericache_core.cache.full import FullKV
-from vericache_core.cache.ring import SwapRing
+from tests.stores.support import CHUNK, IDENTITY, MODELS, Model, changed, layers, make_store, tokens
 from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext
 from vericache_core.errors import PayloadError, StoreError, StoreTimeout
-from vericache_core.kv import LayerDescriptor, PrefixView
+from vericache_core.kv import PrefixView
 from vericache_core.plugins.registry import default_registry
 from vericache_core.stores.disk import DiskBlobs
 from vericache_core.stores.identity import PrefixIdentity
 from vericache_core.stores.prefix import PrefixStore
-
-CPU = torch.device("cpu")
-CHUNK = 128
-Rows = tuple[torch.Tensor, torch.Tensor]
-
-
-class Model:
-    """Rows as a function of the tokens before them, as a model's are, without a model."""
-
-    def __init__(self, described: Sequence[LayerDescriptor], seed: int = 0) -> None:
-        self.layers, self.seed = tuple(described), seed
-
-    def rows(self, layer: int, ids: Sequence[int]) -> Rows:
-        state = torch.tensor(list(itertools.accumulate(ids, lambda a, b: (a * 31 + b) % 99991)))
-        state = (state * 7 + layer * 1009 + self.seed * 31337)[None, :, None]
-        about = self.layers[layer]
-        return tuple(  # type: ignore[return-value]
-            torch.sin(state * (torch.arange(width) + 1.0)).expand(about.kv_heads, -1, -1).to(about.dtype)
-            for width in (about.head_dim, about.value_dim)
-        )
-
-    def cache(self, tier: str = "device") -> FullKV:
-        return FullKV(self.layers, CPU, tier, {layer.index for layer in self.layers if layer.sliding_window}, SwapRing(2, CPU))
-
-    def prefill(self, full: FullKV, ids: Sequence[int], store: PrefixStore | None = None, step: int = 50) -> None:
-        """Compute the rows that are missing, and save each chunk when it is full."""
-        every = [self.rows(layer.index, ids) for layer in self.layers]
-        while full.tokens < len(ids):
-            count = min(step, len(ids) - full.tokens)
-            full.open(count)
-            for layer in self.layers:
-                keys, values = (part[:, full.tokens : full.tokens + count] for part in every[layer.index])
-                full.pages(layer.index).write(np.full(layer.kv_heads, full.tokens, dtype=np.int64), keys, values)
-                full.wrote(layer.index, count)
-            full.close_step()
-            before = full.tokens
-            if store is not None:
-                for number in range(before // CHUNK, (before + count) // CHUNK):
-                    store.put(store.capture(ids, full, number))
-            full.advance(count)
-
-    def wrong_rows(self, full: FullKV, ids: Sequence[int]) -> int:
-        """Rows that the next token sees and that are not those of a prefill."""
-        wrong = 0
-        for layer in self.layers:
-            first = 0 if layer.sliding_window is None else max(0, full.tokens - layer.sliding_window + 1)
-            expected = self.rows(layer.index, ids[: full.tokens])
-            for ours, theirs in zip(full.read(layer.index, first, full.tokens), expected, strict=True):
-                wrong += int((ours != theirs[:, first:]).any(-1).sum())
-        full.check_integrity()
-        return wrong
-
-
-def make_store(model: Model, folder: Path, identity: PrefixIdentity = IDENTITY, **settings: Any) -> PrefixStore:
-    return PrefixStore(DiskBlobs(folder, durable=False), identity, model.layers, CHUNK, **settings)
-
-
-MODELS = {"full": layers(2), "window 8": layers(2, 8), "window 200": layers(2, 200), "bf16": layers(3, dtype=torch.bfloat16)}
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])

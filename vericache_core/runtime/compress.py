@@ -69,7 +69,7 @@ class Compression:
         if seen is None or segment.request.draft is not None:
             return
         everything = None
-        if seen.needs.attention_mass:
+        if seen.needs.attention_mass and self.adapter.layers[layer].sliding_window is None:  # windows let old keys go
             past = segment.request.full.read(layer, 0, segment.want.position)[0]
             everything = torch.cat([past, keys.transpose(0, 1)], 1)
         seen.add(self.adapter.layers[layer], segment.want.position, queries, everything)

@@ -22,6 +22,7 @@ from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.observer import LoopObserver
 from vericache_core.runtime.recover import Recovery
 from vericache_core.runtime.request import Request
+from vericache_core.runtime.reuse import PrefixReuse
 from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.ticket import Ticket
@@ -47,6 +48,7 @@ class StepLoop:
         encode: text -> token ids, for compressors that need it.
         overlaps: whether two steps may run at the same time, asked before a verify goes to the background.
         link_meter: learns how fast swaps come in.
+        reuse: takes rows of earlier prompts out of a prefix store, when given.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class StepLoop:
         encode: Callable[[str], list[int]] | None = None,
         overlaps: Callable[[], bool] = lambda: True,
         link_meter: LinkMeter | None = None,
+        reuse: PrefixReuse | None = None,
     ) -> None:
         self.adapter, self.ring, self._attend = adapter, ring, attend
         self.link_meter = link_meter or LinkMeter()
-        self.scheduler, self._holds, self._overlaps = scheduler, holds, overlaps
+        self.scheduler, self._holds, self._overlaps, self._reuse = scheduler, holds, overlaps, reuse
         self.compression = Compression(adapter, fold, encode, self._forward)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
         self.requests: list[Request] = []
@@ -142,8 +145,7 @@ class StepLoop:
         for number in plan.preempt:
             self._preempt(by_number[number])
         for number in plan.start:
-            request = by_number[number]
-            request.full.make_room(request.greatest_length)
+            self._start(by_number[number])
         started = time.perf_counter()
         segments = self._segments(plan, by_number)
         if not segments:
@@ -172,6 +174,15 @@ class StepLoop:
             request.metrics.swap_bytes += request.full.moved_bytes
             self.remove(request)
         return finished
+
+    def _start(self, request: Request) -> None:
+        request.full.make_room(request.greatest_length)
+        if self._reuse is None:
+            return
+        try:
+            self._reuse.load(request)
+        except SwapError as error:
+            self.recovery.step_failed(StepFault(request, error))
 
     def _end_standstill(self) -> None:
         """Fail a request rather than wait for ever: a scheduler that finds nothing to run is at fault, not the caller."""
@@ -211,7 +222,8 @@ class StepLoop:
             if long and len(want.tokens) <= self.adapter.most_rows:
                 apart = Segment(request, want, 0, len(want.tokens))
                 continue
-            rows = part.rows if want.phase == "prefill" else len(want.tokens)
+            # Rows that a prefix store gave after the plan was made need not be computed.
+            rows = min(part.rows, len(want.tokens)) if want.phase == "prefill" else len(want.tokens)
             count = min(rows, self.adapter.most_rows - first)
             if count > 0:
                 segments.append(Segment(request, want, first, count))
@@ -327,6 +339,8 @@ class StepLoop:
             request.take_drafts(logits)
             return
         kept = request.take_rows(segment.want, segment.count, logits)
+        if self._reuse is not None:
+            self._reuse.keep(request, kept)
         request.full.advance(kept)
         request.metrics.full_kv_bytes = sum(layer.token_bytes for layer in self.adapter.layers) * request.full.tokens
         if request.draft is not None:

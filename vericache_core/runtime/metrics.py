@@ -30,9 +30,10 @@ class RequestMetrics:
         full_kv_bytes: bytes of the full KV rows, wherever they live.
         compressed_kv_bytes: bytes of the compressed prefix when it was made, survivors or codes and map.
         compressed_from_bytes: bytes of the full KV that it stands for.
-        seconds: by phase: ``prefill``, ``compress``, ``draft``, ``verify``, ``decode`` (plain).
+        seconds: by phase: ``load`` (prefix store), ``prefill``, ``compress``, ``draft``, ``verify``, ``decode`` (plain).
         proposed, proposals_kept: tokens of the proposer, and those that the next stage agreed with.
         near_ties: committed tokens that led by less than ``NEAR_TIE`` logits; nothing is wrong with them.
+        prefix_tokens_loaded, prefix_bytes_loaded: rows that came from the prefix store, and the blobs they came in.
         preemptions: times it gave everything back to let others run.
         windows: window of each round, where they are chosen (``window="auto"``); 0 is one plain token.
         mode: ``plain``, ``pinned`` or ``offloaded``.
@@ -59,6 +60,8 @@ class RequestMetrics:
     proposed: int = 0
     proposals_kept: int = 0
     near_ties: int = 0
+    prefix_tokens_loaded: int = 0
+    prefix_bytes_loaded: int = 0
     preemptions: int = 0
     windows: list[int] = field(default_factory=list)
     mode: str = "plain"

@@ -54,6 +54,8 @@ class Request:
         pace: chooses the window of every round, when given.
         proposer: guesses tokens for the drafter, or for the full KV while nothing is drafted.
         pinned: whether the full KV stays on the device.
+        links: keys of the chunks of its tokens, as far as a prefix store asked for them.
+        chunks_stored: first chunks that came from the store or were given to it.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Request:
         self.recoveries = 0
         self.link_counted = (0.0, 0, 0.0)  # link seconds and bytes, seconds waited
         self.swapped_before = 0
+        self.links: list[bytes] = []
+        self.chunks_stored = 0
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
 
     @property

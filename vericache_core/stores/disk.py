@@ -82,8 +82,7 @@ class DiskBlobs:
                     with contextlib.suppress(OSError):  # a good one may take its place, unless the folder is read-only
                         path.unlink()
                     raise StoreError(f"blob {key} is damaged", cause="it was cut or added to, and is removed")
-                with contextlib.suppress(OSError):  # how recently it was used is only a hint, and the folder may be read-only
-                    os.utime(file)
+                _touch(file)
                 return found
             finally:
                 os.close(file)
@@ -128,6 +127,8 @@ class DiskBlobs:
             with self._pins_lock:
                 self._pins.subtract(keys)
                 self._pins = +self._pins
+            for key in reversed(keys):  # the first was used last: a chain of chunks is to be evicted from its end
+                _touch(self._path(key))
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -187,6 +188,7 @@ class DiskBlobs:
         try:
             for part in (*parts, _RECORD.pack(_MAGIC, size - _RECORD.size)):
                 _write(file, memoryview(part).cast("B"), deadline)
+            _touch(file)
             if self._durable:
                 os.fsync(file)
             with self._locked(deadline):
@@ -284,6 +286,13 @@ def _told(what: str) -> Iterator[None]:
         raise (StoreFull if error.errno in _FULL else StoreError)(what, cause=str(error)) from error
     except MemoryError as error:
         raise StoreError(what, cause="no memory") from error
+
+
+def _touch(file: int | Path) -> None:
+    """Note that a blob was just used. Only a hint: it may be gone meanwhile, or the folder be read-only."""
+    now = time.time_ns()  # the system's own "now" for files moves in steps of milliseconds
+    with contextlib.suppress(OSError):
+        os.utime(file, ns=(now, now))
 
 
 def _is_there(path: Path) -> bool:

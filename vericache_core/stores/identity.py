@@ -79,11 +79,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
         raise ValueError(f"a token id is no unsigned 32-bit number ({error})") from error
 
 
-def chain(identity: PrefixIdentity, token_ids: Sequence[int], chunk: int) -> list[bytes]:
-    """One link of 32 bytes per full chunk of ``chunk`` tokens; a link stands for all tokens up to the end of its chunk."""
-    link = digest("chain", identity.root, str(chunk))
-    links = []
-    for start in range(0, len(token_ids) - chunk + 1, chunk):
+def chain(identity: PrefixIdentity, token_ids: Sequence[int], chunk: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """One link of 32 bytes per full chunk of ``chunk`` tokens; a link stands for all tokens up to the end of its chunk.
+
+    ``known`` are the first links, where they were computed before.
+    """
+    links = list(known[: len(token_ids) // chunk])
+    link = links[-1] if links else digest("chain", identity.root, str(chunk))
+    for start in range(len(links) * chunk, len(token_ids) - chunk + 1, chunk):
         link = digest("link", link, token_bytes(token_ids[start : start + chunk]))
         links.append(link)
     return links

@@ -215,16 +215,17 @@ class PrefixStore:
                 return
             yield number, tensors, blob.nbytes
 
-    def capture(self, token_ids: Sequence[int], full: FullKV, number: int) -> Chunk:
+    def capture(self, token_ids: Sequence[int], full: FullKV, number: int, links: Sequence[bytes] = ()) -> Chunk:
         """Copy chunk ``number`` out of ``full``: rows of ``token_ids``, all of them committed.
 
-        Only the copy needs the cache; :meth:`put` may run later, on another thread.
+        Only the copy needs the cache; :meth:`put` may run later, on another thread. ``links`` are those of the chain
+        that are known already.
 
         Raises:
             SwapError: the cache could not be read.
             IndexError: a sliding window has left the chunk behind.
         """
-        link = chain(self.identity, token_ids[: (number + 1) * self.chunk], self.chunk)[number]
+        link = chain(self.identity, token_ids[: (number + 1) * self.chunk], self.chunk, links)[number]
         return self._chunk(full_key(link), token_ids, full, number)
 
     def _chunk(self, key: str, token_ids: Sequence[int], full: FullKV, number: int) -> Chunk:

@@ -35,6 +35,8 @@ class Scheme:
 
     opener: str
     options: frozenset[str]
+    attempts: int = 4
+    """How often a call is tried; once where a failure does not pass by itself."""
 
 
 _REDIS = Scheme(
@@ -43,8 +45,8 @@ _REDIS = Scheme(
 )
 
 SCHEMES: dict[str, Scheme] = {
-    "file": Scheme("vericache_core.stores.disk:from_url", frozenset({"bytes", "map"})),
-    "shm": Scheme("vericache_core.stores.memory:from_url", frozenset({"bytes"})),
+    "file": Scheme("vericache_core.stores.disk:from_url", frozenset({"bytes", "map"}), attempts=1),
+    "shm": Scheme("vericache_core.stores.memory:from_url", frozenset({"bytes"}), attempts=1),
     "redis": _REDIS,
     "rediss": _REDIS,
     "unix": _REDIS,
@@ -58,11 +60,12 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A backend and how to use it: ``chunk`` tokens a blob, at most ``timeout`` seconds for a prefix."""
+    """A backend and how to use it: ``chunk`` tokens a blob, at most ``timeout`` seconds for a prefix, ``attempts`` a call."""
 
     blobs: BlobStore
     chunk: int
     timeout: float
+    attempts: int
 
 
 def open_store(url: str) -> OpenedStore:
@@ -93,7 +96,7 @@ def open_store(url: str) -> OpenedStore:
         options["bytes"] = parse_bytes(options["bytes"])
     module, _, name = scheme.opener.partition(":")
     opener: Opener = getattr(importlib.import_module(module), name)
-    return OpenedStore(opener(parts, options), chunk, timeout)
+    return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts)
 
 
 def shown(url: str) -> str:
