@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vericache_core.cache.draft import DraftKV
 from vericache_core.compressor import Compressor, TokenDropCompressor
-from vericache_core.context import CompressContext, ScoreObserver
+from vericache_core.context import CompressContext, Needs, ScoreObserver
 from vericache_core.errors import CompressorFault
 from vericache_core.kv import PrefixView
 from vericache_core.model.adapter import ModelAdapter
@@ -54,6 +54,11 @@ class Compression:
         """Begin to record what the compressor of ``request``, if it has one, asks of the prefill."""
         if request.compressor is not None:
             self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+
+    def needs(self, request: Request) -> Needs:
+        """What the coming prefill of ``request`` is to show its compressor; nothing, if it has none."""
+        seen = self._observations.get(request.number)
+        return Needs() if seen is None else seen.needs
 
     def forget(self, number: int) -> None:
         """Drop what was recorded for a request; unknown numbers are no error."""

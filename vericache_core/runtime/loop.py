@@ -180,7 +180,7 @@ class StepLoop:
         if self._reuse is None:
             return
         try:
-            self._reuse.load(request)
+            self._reuse.load(request, self.compression.needs(request))
         except SwapError as error:
             self.recovery.step_failed(StepFault(request, error))
 

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from vericache_core.config import EngineConfig
+from vericache_core.context import Needs
 from vericache_core.errors import ConfigError, SwapError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.request import Request
@@ -36,13 +37,15 @@ class PrefixReuse:
     def __init__(self, store: PrefixStore) -> None:
         self.store, self.saver = store, BackgroundSaver(store)
 
-    def load(self, request: Request) -> None:
+    def load(self, request: Request, needs: Needs) -> None:
         """Fill the empty full KV of a request that starts with the longest stored prefix of its tokens.
+
+        ``needs`` is what its compressor must be shown while the rest is computed.
 
         Raises:
             SwapError: the tier of its full KV failed; the store itself only ever costs time.
         """
-        most = most_rows(request)
+        most = most_rows(request.compress_at, needs)
         if most < 1 or request.full.tokens:
             return
         started = time.perf_counter()
@@ -79,15 +82,12 @@ class PrefixReuse:
         self.store.close()
 
 
-def most_rows(request: Request) -> int:
-    """Rows that may be loaded rather than computed: the rest gives the first logits and what the compressor observes.
+def most_rows(tokens: int, needs: Needs) -> int:
+    """Rows of a prefix of ``tokens`` tokens that may be loaded: computing the rest gives what is needed beside rows.
 
-    An observation window is computed; attention mass sums over all queries of the prompt, so nothing is loaded for it.
+    That is the first logits and the observation window. Attention mass sums over all queries, so it leaves nothing.
     """
-    needs = None if request.compressor is None else request.compressor.needs
-    if needs is not None and needs.attention_mass:
-        return 0
-    return request.compress_at - max(1, 0 if needs is None else needs.queries)
+    return 0 if needs.attention_mass else tokens - max(1, needs.queries)
 
 
 def open_reuse(config: EngineConfig, adapter: ModelAdapter, tokenizer: Any, attention: str) -> PrefixReuse | None:
