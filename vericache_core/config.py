@@ -65,7 +65,7 @@ class EngineConfig:
     scheduler: Literal["auto", "staggered", "lockstep"] = option(
         "auto",
         help="staggered: verifies of some beside drafts of others; lockstep: all draft, then all verify; "
-        "auto: staggered where full KV is swapped",
+        "auto: staggered where full KV is swapped or windows are chosen",
     )
     device_budget: int | None = option(None, help="most device bytes for KV; requests beyond it wait", unit="bytes", ge=1)
     host_budget: int | None = option(None, help="most host bytes for offloaded full KV", unit="bytes", ge=1)

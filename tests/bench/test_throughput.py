@@ -11,6 +11,7 @@ import torch
 from tests.models import full_forward_decode, model, prompt
 from vericache_core.bench.throughput.contest import contest
 from vericache_core.bench.throughput.engines import EngineSystem, Shop
+from vericache_core.bench.throughput.held import HeldEngine
 from vericache_core.bench.throughput.huggingface import HuggingFaceSystem, Variant
 from vericache_core.bench.throughput.measured import Measured, System, Unavailable
 from vericache_core.bench.throughput.peer import PeerSystem
@@ -238,6 +239,23 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
     assert max(sample[2 if tier == "host" else 3] for sample in trace.memory) > 0
     assert max(sample[1] for sample in trace.memory) <= rows["ours"]["peak_device_kv_bytes"]
     assert max(end for _, end, _, _ in trace.phases) <= records["ours"].runs[0].decode_seconds + 1e-6
+
+
+def test_nobody_gains_a_token_while_the_clock_stands(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = workload(prompts=tuple(Prompt(tuple(prompt(384, seed=at)), "hard") for at in range(4)), budget_share=0.5)
+    real, seen, gained = HeldEngine.begin, list[Any](), list[int]()
+
+    def watched(self: HeldEngine, request: Any, source: Any) -> None:
+        before = [len(other.generated) for other in seen]
+        real(self, request, source)
+        gained.extend(len(other.generated) - count for other, count in zip(seen, before, strict=True))
+        seen.append(request)
+
+    monkeypatch.setattr(HeldEngine, "begin", watched)
+    rows, _ = rows_of([EngineSystem(shop, PLAIN, {"compressor": None})], what)
+    assert rows[PLAIN]["error"] is None
+    assert gained
+    assert not any(gained)
 
 
 def test_prompts_are_prefilled_once_and_given_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

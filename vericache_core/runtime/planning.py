@@ -80,14 +80,15 @@ class Planner:
     def _make_scheduler(self) -> Scheduler:
         """The scheduler that the configuration asks for.
 
-        ``auto`` is lock-step unless full KV may be swapped: with nothing to hide behind drafts, verifies are
-        cheapest side by side in one large step.
+        ``auto`` is lock-step unless full KV may be swapped or windows are chosen one by one: with nothing to hide behind
+        drafts, verifies are cheapest side by side in one large step, if nobody has to wait for a longer window.
         """
         config = self.config
         name = config.scheduler
         if name == "auto":
             swaps = config.mode == "offloaded" or (config.mode == "auto" and config.device_budget is not None)
-            name = "staggered" if swaps and config.full_kv != "device" else "lockstep"
+            differ = config.window == "auto"
+            name = "staggered" if differ or (swaps and config.full_kv != "device") else "lockstep"
         budgets = (config.device_budget, config.host_budget, config.disk_budget)
         budget = Bytes(*(float("inf") if limit is None else float(limit) for limit in budgets))
         policy = AdmissionPolicy(queue=config.max_queue, running=config.max_running)

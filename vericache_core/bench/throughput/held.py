@@ -154,7 +154,11 @@ class HeldEngine(Engine):
                 self.loop.settle()
                 clock.stop()
                 before, swaps = self.loop.exposed_seconds, len(self.link.swaps)
+                for request in running:  # nobody gains a token while the clock stands
+                    self.loop.release(request)
                 begin(waiting[0])
+                for request in running:
+                    self.loop.add(request)
                 outside += self.loop.exposed_seconds - before
                 del self.link.swaps[swaps:]
                 first += len(waiting[0].generated)
