@@ -21,6 +21,7 @@ from vericache_core.errors import ConfigError, MissingDependencyError, StoreErro
 from vericache_core.stores.blobs import BlobStore
 
 pytest.importorskip("fsspec")
+import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -252,9 +253,14 @@ def test_a_folder_of_that_name_is_no_blob(store: ObjectBlobs) -> None:
 
 
 def test_file_systems_nobody_checked_are_refused() -> None:
-    with pytest.raises(ConfigError, match="publishes"):
-        ObjectBlobs("simplecache::file:///tmp/x")
-    with pytest.raises(ConfigError):
+    class Unchecked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+        protocol = "unchecked"
+
+    fsspec.register_implementation("unchecked", Unchecked, clobber=True)
+    for url in ("simplecache::file:///tmp/x", "unchecked://x"):
+        with pytest.raises(ConfigError, match="publish"):
+            ObjectBlobs(url)
+    with pytest.raises(ConfigError, match="no address"):
         ObjectBlobs("nonsense://x")
 
 

@@ -99,6 +99,11 @@ class _Timed(AbstractConnection):
         return sock
 
     @property
+    def connected(self) -> bool:
+        """Whether it has a socket; redis-py 7 has no name for that."""
+        return self._sock is not None
+
+    @property
     def inherited(self) -> bool:
         """Whether it belongs to the process that forked this one."""
         return self.pid != os.getpid()
@@ -274,7 +279,7 @@ class Connections:
                     raise StoreError("the Redis store was closed")
                 connection = self._idle.pop() if self._idle else self._kind(**self._options)
                 self._busy.add(connection)
-            if not connection.inherited and (not connection.is_connected or _in_step(connection)):
+            if not connection.inherited and (not connection.connected or _in_step(connection)):
                 return connection
             # Of the process that forked this one, closed by the server, or with a late reply for somebody else.
             self._drop(connection)
