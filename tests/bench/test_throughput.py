@@ -242,7 +242,7 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
 
 
 def test_nobody_gains_a_token_while_the_clock_stands(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    what = workload(prompts=tuple(Prompt(tuple(prompt(384, seed=at)), "hard") for at in range(4)), budget_share=0.5)
+    what = workload(prompts=tuple(Prompt(tuple(prompt(384, seed=at)), "hard") for at in range(4)))
     real, seen, gained = HeldEngine.begin, list[Any](), list[int]()
 
     def watched(self: HeldEngine, request: Any, source: Any) -> None:
