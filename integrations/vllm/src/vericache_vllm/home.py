@@ -35,7 +35,8 @@ class KVHome:
         command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--http-port", str(self._http), "--supported-transfer-mode", "engine_driven"]
         command += ["--chunk-size", str(chunk_size), "--l1-size-gb", str(memory_gb), "--l1-init-size-gb", str(memory_gb)]
-        command += ["--eviction-policy", "LRU", "--disable-metrics"]
+        # An engine that pauses for minutes would lose its registration for good, and its next load would never end.
+        command += ["--eviction-policy", "LRU", "--disable-metrics", "--worker-reap-timeout-seconds", "0"]
         if redis is not None:
             host, _, redis_port = redis.rpartition(":")
             command += ["--l2-adapter", json.dumps({"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2})]
