@@ -58,6 +58,8 @@ def main() -> int:
     parser.add_argument("--modes", default="verify,fetch,remote")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.work is None and not {"verify", "fetch"} <= set(args.modes.split(",")):
+        parser.error("--modes needs verify and fetch, which are compared")
     if args.work is not None:
         return work(json.loads(Path(args.work).read_text()))
     if os.geteuid() != 0:
@@ -190,7 +192,7 @@ def summary(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
         "full_kv_bytes": full_bytes,
         "full_transfer_seconds": full_seconds,
         "fetch_tokens_per_second": new / median("fetch", "seconds"),
-        "remote_tokens_per_second": new / median("remote", "seconds"),
+        "remote_tokens_per_second": new / median("remote", "seconds") if any(r["mode"] == "remote" for r in runs) else None,
         "identical": all(run["identical"] for run in runs),
         "compressors": {},
     }
@@ -221,7 +223,8 @@ def show(report: dict[str, Any]) -> None:
             f"{entry['throughput_over_full_kv_first']:11.2f} {entry['accepted_share']:9.2f}"
         )
     note(f"{'fetch':10} {1:6.3f} {'':12} {'':17} {found['fetch_tokens_per_second']:9.2f} {1:11.2f}")
-    note(f"{'remote':10} {'':6} {'':12} {'':17} {found['remote_tokens_per_second']:9.2f}")
+    if found["remote_tokens_per_second"] is not None:
+        note(f"{'remote':10} {'':6} {'':12} {'':17} {found['remote_tokens_per_second']:9.2f}")
     note(f"tokens identical to local plain decoding in every run: {'yes' if found['identical'] else 'NO'}")
 
 
