@@ -26,7 +26,8 @@ class FaultyStore(StoreServer):
     """Changes what it says: ``tamper(method, number of the answer, bytes) -> bytes``."""
 
     def __init__(self, folder: Path, tamper: Callable[[str, int, bytes], bytes]) -> None:
-        self.tamper, self.counts = tamper, {}
+        self.tamper = tamper
+        self.counts: dict[str, int] = {}
         self.release = threading.Event()
         super().__init__(store_engine(), "127.0.0.1:0", Guard(read_tokens(token_file(folder))))
         self.start()
@@ -151,9 +152,13 @@ def test_a_store_that_falls_silent_is_given_up_in_time(tmp_path: Path, method: s
 def test_a_store_that_stops_in_the_middle(tmp_path: Path, policy: str) -> None:
     stopped = threading.Event()
 
+    def stop() -> None:
+        server._server.stop(0)
+        stopped.set()
+
     def tamper(name: str, count: int, data: bytes) -> bytes:
         if name == "verify" and count == 3:
-            threading.Thread(target=lambda: (server._server.stop(0), stopped.set())).start()
+            threading.Thread(target=stop).start()
         return data
 
     server = FaultyStore(tmp_path, tamper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ PARAMS = SamplingParams(max_new_tokens=24)
 
 @pytest.mark.parametrize("compressor", ["identity", "random", "adversarial"])
 def test_tokens_are_those_of_plain_decoding(tmp_path: Path, compressor: str) -> None:
-    options = {"keep": 0.5} if compressor == "random" else {}
+    options: dict[str, Any] = {"keep": 0.5} if compressor == "random" else {}
     expected = plain(prompts(3), PARAMS)
     with store(tmp_path) as server, drafter(tmp_path, server.port, compressor=compressor, **options) as engine:
         got = engine.generate(prompts(3), PARAMS)
@@ -33,6 +34,7 @@ def test_tokens_are_those_of_plain_decoding(tmp_path: Path, compressor: str) -> 
 def test_a_second_batch_uses_what_has_come(tmp_path: Path) -> None:
     with store(tmp_path) as server, drafter(tmp_path, server.port, compressor="random", keep=0.3) as engine:
         engine.generate(prompts(1), PARAMS)
+        assert isinstance(engine.loop, RemoteLoop)
         received = engine.loop.stats.received_bytes
         got = engine.generate(prompts(2), PARAMS)
         same(got, plain(prompts(2), PARAMS))
@@ -74,7 +76,7 @@ def test_full_kv_that_came_is_that_of_a_prefill(tmp_path: Path, compressor: str,
             send(self)
 
     monkeypatch.setattr(RemoteLoop, "_send", send_later)  # or all could be over before the rows have come
-    options = {} if compressor == "identity" else {"keep": 0.3}
+    options: dict[str, Any] = {} if compressor == "identity" else {"keep": 0.3}
     with (
         store(tmp_path) as server,
         drafter(tmp_path, server.port, compressor=compressor, remote_mode="stream", **options) as engine,
@@ -82,6 +84,7 @@ def test_full_kv_that_came_is_that_of_a_prefill(tmp_path: Path, compressor: str,
         same(
             engine.generate(prompts(2), SamplingParams(max_new_tokens=80)), plain(prompts(2), SamplingParams(max_new_tokens=80))
         )
+        assert isinstance(engine.loop, RemoteLoop)
         (prefix,) = engine.loop._prefixes._held.values()
         assert prefix.rows is not None
         with store_engine() as local:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from vericache_core.remote.paths import PATHS, Task, best_window, choose_path, cycle_seconds, path_seconds, plain_seconds
+from vericache_core.remote.paths import PATHS, Path, Task, best_window, choose_path, cycle_seconds, path_seconds, plain_seconds
 from vericache_core.remote.prefixes import Prefixes, common
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import accepted_at
@@ -25,7 +26,7 @@ TASK = Task(
 )
 
 
-def changed(**fields: object) -> Task:
+def changed(**fields: Any) -> Task:
     return dataclasses.replace(TASK, **fields)
 
 
@@ -42,7 +43,7 @@ def test_equation_four_by_hand() -> None:
 
 
 def test_what_changes_the_choice() -> None:
-    drafting = ("verify", "fetch", "stream")
+    drafting: tuple[Path, ...] = ("verify", "fetch", "stream")
     assert choose_path(COSTS, TASK, drafting) == "verify"
     assert choose_path(COSTS, changed(bandwidth=1e12, hazard=0.9), ("verify", "fetch")) == "fetch", "a fast link"
     assert choose_path(COSTS, changed(hazard=0.9, new_tokens=5000), drafting) in {"fetch", "stream"}, "bad drafts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,18 +73,19 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
     server.start()
     try:
         cert, key = ours.issue("drafter")
-        trusted = {"remote_ca": ours.file, "remote_cert": cert, "remote_key": key}
+        trusted: dict[str, Any] = {"remote_ca": ours.file, "remote_cert": cert, "remote_key": key}
         with drafter(tmp_path, server.port, **trusted) as engine:
             got = engine.generate(prompts(1), PARAMS)
             same(got, plain(prompts(1), PARAMS))
             assert not got[0].metrics.degraded
         foreign_cert, foreign_key = strangers.issue("foreign")
-        for wrong in (
+        wrongs: tuple[dict[str, Any], ...] = (
             {"remote_ca": strangers.file, "remote_cert": cert, "remote_key": key},  # a store that nobody vouches for
             {"remote_ca": ours.file},  # no certificate of our own
             {"remote_ca": ours.file, "remote_cert": foreign_cert, "remote_key": foreign_key},
             {},  # plain text
-        ):
+        )
+        for wrong in wrongs:
             with pytest.raises(RemoteError, match="hello"):
                 drafter(tmp_path, server.port, on_remote_error="fail", remote_timeout=5.0, **wrong)
         assert not server.verifier.sessions

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.stores.support import IDENTITY, layers, tokens
-from tests.stores.test_prefix import CHUNK, Model
+from tests.stores.support import CHUNK, IDENTITY, Model, layers, tokens
 from tests.stores_net.servers import Command, CutOff, FakeRedis, RealRedis
 from vericache_core.stores.client import StoreClient
 from vericache_core.stores.client_policy import ClientPolicy
