@@ -7,7 +7,9 @@ but logits that the full KV produced.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -28,6 +30,8 @@ from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.ticket import Ticket
 from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, run_tile
 
+RECENT = 9
+"""Steps that say how long a step takes."""
 MOST_IDLE = 1000
 """Plans in a row that may hold nothing to run, and nothing to wait for."""
 
@@ -77,7 +81,8 @@ class StepLoop:
         self.steps = 0
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
-        self._foreground, self._step_seconds, self._idle = True, float("inf"), 0
+        self._foreground, self._idle = True, 0
+        self._steps_without_swap: deque[float] = deque(maxlen=RECENT)
         self.observer = LoopObserver()
 
     def add(self, request: Request) -> None:
@@ -164,8 +169,7 @@ class StepLoop:
                 self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
         seconds = time.perf_counter() - started
         if segments and not any(part.want.phase != "draft" and part.request.full.offloaded for part in segments):
-            before = self._step_seconds
-            self._step_seconds = seconds if before == float("inf") else 0.8 * before + 0.2 * seconds
+            self._steps_without_swap.append(seconds)
         self.scheduler.done(plan, seconds)
         self.observer.stepped(self)
         finished = [request for request in self.requests if request.finished]
@@ -244,7 +248,9 @@ class StepLoop:
         rate = self.link_meter.seconds_per_byte(request.full.tier)
         if request.draft is None or not request.full.offloaded or rate is None or not self._overlaps():
             return False
-        return rate * self._swap_bytes(request) > self._step_seconds
+        # The median: a step in which a kernel was compiled says nothing of the next one.
+        recent = self._steps_without_swap
+        return bool(recent) and rate * self._swap_bytes(request) > statistics.median(recent)
 
     def _swap_bytes(self, request: Request) -> float:
         """Bytes of one swap of ``request``: the mean of those that were, and at first all of its offloaded rows."""
