@@ -91,7 +91,7 @@ def test_a_model_without_a_layer_to_compress_is_named() -> None:
 
 
 class Letters:
-    """A tokenizer that writes every id as a letter."""
+    """A tokenizer that writes every id as a character."""
 
     eos_token_id = 3
 
@@ -99,7 +99,7 @@ class Letters:
         return [ord(letter) for letter in text]
 
     def decode(self, ids: list[int], **_: object) -> str:
-        return "".join(chr(97 + token % 26) for token in ids)
+        return "".join(chr(0x4E00 + token) for token in ids)  # a letter of its own for each
 
 
 @pytest.mark.parametrize("rows", [8, 16])
