@@ -16,7 +16,7 @@ from vericache_core.engine import Engine
 from vericache_core.runtime.backend import choose_attention
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.segments import Segment
-from vericache_core.runtime.tile import TileAttention
+from vericache_core.runtime.tile import run_tile
 
 Rows = Sequence[tuple[Tensor, Tensor]]
 BLOCK = 32
@@ -94,9 +94,7 @@ class Drafts:
         for first in range(0, len(tokens), adapter.rows):
             block = tuple(tokens[first : first + adapter.rows])
             segment = Segment(self.request, Want("draft", block, draft.tokens), 0, len(block))
-            tile = TileAttention(adapter.layers, [segment], self._attend, lambda *_: None)
-            positions = [draft.tokens + i for i in range(len(block))]
-            parts.append(adapter.step(block, positions, tile)[: len(block)].clone())
+            parts.append(run_tile(adapter, [segment], self._attend, lambda *_: None)[: len(block)].clone())
             draft.advance(len(block))
         self.request.draft = None
         return torch.cat(parts)

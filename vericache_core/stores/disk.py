@@ -15,7 +15,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import re
 import stat
 import struct
 import threading
@@ -27,8 +26,8 @@ from urllib.parse import SplitResult, unquote
 
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
 from vericache_core.stores.blobs import Buffer
+from vericache_core.stores.keys import KEY
 
-KEY = re.compile(r"[a-z0-9-]{1,128}")
 _RECORD = struct.Struct("<8sQ")
 _MAGIC = b"VCOMMIT\n"
 _BLOCK = 8 << 20

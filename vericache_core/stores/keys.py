@@ -7,7 +7,7 @@ from typing import Final
 
 from vericache_core.errors import UsageError
 
-_KEY: Final = re.compile(r"[a-z0-9-]{1,128}")
+KEY: Final = re.compile(r"[a-z0-9-]{1,128}")
 
 
 def check_key(key: str) -> str:
@@ -16,6 +16,6 @@ def check_key(key: str) -> str:
     Raises:
         UsageError: it holds anything but lowercase letters, digits and hyphens, or has no fitting length.
     """
-    if not _KEY.fullmatch(key):
+    if not KEY.fullmatch(key):
         raise UsageError(f"{key[:140]!r} is no key of a blob", hint="[a-z0-9-]{1,128}")
     return key

@@ -25,7 +25,7 @@ from vericache_core.runtime.admission import held
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.runtime.segments import Segment
-from vericache_core.runtime.tile import TileAttention
+from vericache_core.runtime.tile import run_tile
 
 
 @dataclass
@@ -211,9 +211,7 @@ class HeldEngine(Engine):
                 raise CompressorFault("nothing was compressed", cause="; ".join(request.metrics.degraded) or None)
             newest = request.drafts[-1] if request.drafts else request.tokens[-1]
             segments.append(Segment(request, Want("draft", (newest,), request.draft.tokens), row, 1))
-        tile = TileAttention(self.adapter.layers, segments, self.attend, lambda *_: None)
-        tokens = [segment.want.tokens[0] for segment in segments]
-        logits = self.adapter.step(tokens, [segment.want.position for segment in segments], tile)
+        logits = run_tile(self.adapter, segments, self.attend, lambda *_: None)
         for row, request in enumerate(requests):
             request.take_draft(logits[row])
 
