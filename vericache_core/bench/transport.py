@@ -43,12 +43,14 @@ class Times:
     Attributes:
         put: publish the blob, under a key of its own each time.
         get: ask for it; a mapped blob has been found then, but no byte of it was read.
-        load: ask for it and copy it into a buffer that was there before.
+        load: ask for it and copy it into a buffer that was there before: every page of a mapping is met for the first time.
+        again: copy it once more from where it lies: what a reader pays that keeps what it was given.
     """
 
     put: list[float] = field(default_factory=list)
     get: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Transport:
 def measure(
     stores: Mapping[str, BlobStore], size: int, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> Transport:
-    """Take turns: a copy, then put, get and load of each backend, ``repeats`` times.
+    """Take turns: a copy, then put, get, load and again of each backend, ``repeats`` times.
 
     A backend that fails is named in ``failed``, with its times so far dropped.
     """
@@ -126,6 +128,10 @@ def _turn(store: BlobStore, key: str, source: np.ndarray, buffer: np.ndarray, ti
         if load:
             buffer[:] = blob
         (times.load if load else times.get).append(clock() - began)
+        if load:
+            began = clock()
+            buffer[:] = blob
+            times.again.append(clock() - began)
         del blob
     if not np.array_equal(buffer, source):
         raise StoreError("a blob came back changed")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vericache_core.bench.transport import Ratio, Transport
 
 SCHEMA: Final = "vericache.bench.transport/1"
-_OPERATIONS: Final = ("put", "get", "load")
+_OPERATIONS: Final = ("put", "get", "load", "again")
 
 
 def add_arguments(actions: Any) -> None:
@@ -43,14 +43,19 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise UsageError("--repeats must be at least 1")
     from vericache_core.bench.transport import measure, opened
+    from vericache_core.stores.memory import SharedMemoryBlobs
 
     load = " ".join(f"{load:.2f}" for load in os.getloadavg())
     with opened(args.backends or (), note) as stores:
         found = measure(stores, size, args.repeats)
+        large = {name: store.large_pages for name, store in stores.items() if isinstance(store, SharedMemoryBlobs)}
     if args.json:
-        print_json(SCHEMA, {**_conditions(args, load), **_figures(found)})
+        print_json(SCHEMA, {**_conditions(args, load), "large_pages": large, **_figures(found)})
     else:
         _show(found, load)
+    for name, given in large.items():
+        if given is False:
+            note(f"{name}: the system gave no large pages, so a new mapping costs more than it need")
     for name, why in found.failed.items():
         note(f"{shown(name)} failed: {why}")
     return 1 if found.failed else 0
@@ -61,13 +66,16 @@ def _show(found: Transport, load: str) -> None:
         [shown(name), *(_cell(found.ratio(getattr(times, operation))) for operation in _OPERATIONS), _verdict(found, name)]
         for name, times in found.backends.items()
     ]
-    print_table(["STORE", "PUT", "GET", "GET+COPY", "GOAL"], rows)
+    print_table(["STORE", "PUT", "GET", "GET+COPY", "COPY AGAIN", "GOAL"], rows)
     copy = statistics.median(found.memcpy)
     print(
         f"\nmultiples of a copy of {found.size:,} bytes into fresh memory, {copy * 1e3:.1f} ms; "
         f"median (least to most) of {len(found.memcpy)}; load before {load}"
     )
-    print("GET of a mapped store (file, shm) reads no byte yet; GET+COPY fills a buffer that was there before.")
+    print(
+        "GET of a mapped store (file, shm) reads no byte yet; GET+COPY fills a buffer that was there before, through a new\n"
+        "mapping; COPY AGAIN does it once more from the same one."
+    )
 
 
 def _cell(ratio: Ratio) -> str:

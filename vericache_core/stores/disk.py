@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, unquote
 
@@ -168,7 +168,7 @@ class DiskBlobs:
         if os.pread(file, _RECORD.size, length) != _RECORD.pack(_MAGIC, length):
             return None
         if self._mapped:
-            return memoryview(mmap.mmap(file, facts.st_size, access=mmap.ACCESS_READ))[:length]
+            return self._map(file, facts.st_size)[:length]
         data = memoryview(bytearray(length))
         done = 0
         while done < length:
@@ -179,12 +179,20 @@ class DiskBlobs:
             _in_time(deadline)
         return data.toreadonly()
 
+    def _map(self, file: int, size: int) -> memoryview:
+        """A read-only mapping of an open file."""
+        return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_READ))
+
+    def _allot(self, file: int, size: int, in_time: Callable[[], None]) -> None:
+        """Called before ``size`` bytes are written into a new file; ``in_time`` raises past the deadline."""
+
     def _publish(self, path: Path, parts: Sequence[Buffer], size: int, deadline: float) -> None:
         temporary = self._aside / f"{os.getpid()}-{next(_numbers)}"
         with self._locked(deadline):  # or a process that sweeps could find the file before it is known to be alive
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
+            self._allot(file, size, lambda: _in_time(deadline))
             for part in (*parts, _RECORD.pack(_MAGIC, size - _RECORD.size)):
                 _write(file, memoryview(part).cast("B"), deadline)
             _touch(file)
