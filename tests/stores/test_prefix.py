@@ -4,8 +4,10 @@ import gc
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from vericache_core.context import CompressContext
 from vericache_core.errors import PayloadError, StoreError, StoreTimeout
 from vericache_core.kv import PrefixView
 from vericache_core.plugins.registry import default_registry
+from vericache_core.stores.compressed import LoadedCompressed
 from vericache_core.stores.disk import DiskBlobs
 from vericache_core.stores.identity import PrefixIdentity
 from vericache_core.stores.prefix import PrefixStore
@@ -184,29 +187,61 @@ def test_compressed_kv_comes_back_under_its_own_key(tmp_path: Path) -> None:
     view = PrefixView(model.layers, ids, lambda layer: full.read(layer, 0, full.tokens))
     compressor: Compressor = default_registry().create("random", {"keep": 0.25})
     compressed = compressor.compress(view, CompressContext())
-    key = store.save_compressed(ids, compressed, protected=[(0, 4)])
+    packed = store.compressed.capture(ids, compressed, protected=[(0, 4)])
+    store.put(packed)
+    key = packed.key
     assert key.startswith("compressed-")
-    options = compressed.options
-    found = store.load_compressed(ids, "random", options, protected=[(0, 4)])
-    assert found is not None
-    assert found.to_payload() == compressed.to_payload()
-    for missing in (
-        store.load_compressed(ids, "random", options),
-        store.load_compressed(ids[:-1], "random", options, protected=[(0, 4)]),
-        store.load_compressed(ids, "random", {**options, "keep": 0.5}, protected=[(0, 4)]),
-        store.load_compressed(ids, "random", options, seed=1, protected=[(0, 4)]),
-        make_store(model, tmp_path, changed("tenant")).load_compressed(ids, "random", options, protected=[(0, 4)]),
+    found = store.compressed.load(ids, compressor, protected=[(0, 4)])
+    assert found.compressed is not None
+    assert found.compressed.to_payload() == compressed.to_payload()
+    for asked, other, steering in (
+        (ids, compressor, {}),
+        (ids[:-1], compressor, {"protected": [(0, 4)]}),
+        (ids, default_registry().create("random", {"keep": 0.5}), {"protected": [(0, 4)]}),
+        (ids, default_registry().create("identity"), {"protected": [(0, 4)]}),
+        (ids, compressor, {"protected": [(0, 4)], "seed": 1}),
     ):
-        assert missing is None
+        assert store.compressed.load(asked, other, **steering) == LoadedCompressed()
+    elsewhere = make_store(model, tmp_path, changed("tenant")).compressed
+    assert elsewhere.load(ids, compressor, protected=[(0, 4)]) == LoadedCompressed()
+    assert (store.counts.compressed_saved, store.counts.compressed_loaded, store.counts.compressed_misses) == (1, 1, 5)
     with pytest.raises(PayloadError, match="cannot stand for"):
-        store.save_compressed(ids[:-1], compressed)
-    file = tmp_path / "blobs" / key
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(PayloadError, match="corrupt"):
-        store.load_compressed(ids, "random", options, protected=[(0, 4)])
-    assert not file.exists()
+        store.compressed.capture(ids[:-1], compressed)
+
+
+@pytest.mark.usefixtures("vericache_registry")
+@pytest.mark.parametrize("how", ["flipped", "another prefix", "another compressor", "lacks a layer", "full KV", "hangs up"])
+def test_compressed_kv_that_is_in_doubt_is_a_fault_and_removed(how: str, tmp_path: Path) -> None:
+    model, ids = Model(layers(2)), tokens(CHUNK)
+    full, store = model.cache(), make_store(model, tmp_path)
+    model.prefill(full, ids, store)
+    view = PrefixView(model.layers, ids, lambda layer: full.read(layer, 0, full.tokens))
+    compressor: Compressor = default_registry().create("random", {"keep": 0.25})
+    compressed = compressor.compress(view, CompressContext())
+    packed = store.compressed.capture(ids, compressed)
+    store.put(packed)
+    file = tmp_path / "blobs" / packed.key
+    if how == "flipped":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif how == "full KV":
+        file.write_bytes((tmp_path / "blobs" / store.keys(ids)[0]).read_bytes())
+    elif how == "hangs up":
+        store.compressed.blobs = Mock(get=Mock(side_effect=RuntimeError("hung up")))
+    else:  # a forger who can write headers with fitting checksums
+        forged = {
+            "another prefix": replace(compressed, tokens=CHUNK, descriptors=tuple(reversed(compressed.descriptors))),
+            "another compressor": replace(compressed, compressor="identity", options={}),
+            "lacks a layer": replace(compressed, layers=(None, compressed.layers[1])),
+        }[how]
+        file.unlink()
+        store.put(replace(packed, parts=[forged.to_payload()]))
+    found = store.compressed.load(ids, compressor, needed=[0, 1])
+    assert found.compressed is None
+    assert found.fault is not None
+    assert store.counts.faults == 1
+    assert file.exists() == (how == "hangs up")
 
 
 @pytest.mark.usefixtures("vericache_registry")
@@ -216,9 +251,10 @@ def test_compressed_kv_under_a_full_key_is_refused_and_removed(tmp_path: Path) -
     model.prefill(full, ids, store)
     view = PrefixView(model.layers, ids, lambda layer: full.read(layer, 0, full.tokens))
     compressor: Compressor = default_registry().create("random", {"keep": 0.25})
-    lossy = store.save_compressed(ids, compressor.compress(view, CompressContext()))
+    lossy = store.compressed.capture(ids, compressor.compress(view, CompressContext()))
+    store.put(lossy)
     (key,) = store.keys(ids)
-    (tmp_path / "blobs" / key).write_bytes((tmp_path / "blobs" / lossy).read_bytes())
+    (tmp_path / "blobs" / key).write_bytes((tmp_path / "blobs" / lossy.key).read_bytes())
     again = model.cache()
     loaded = store.load(ids, again)
     assert (loaded.tokens, again.tokens) == (0, 0)

@@ -138,7 +138,7 @@ def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
 def _warm(server: StoreServer, engine: Engine, name: str, tenant: str) -> None:
     """Prefill and compress a prefix before the first client comes."""
     from vericache_core.model.prompts import encode_prompt
-    from vericache_core.remote.verifier import Ask
+    from vericache_core.remote.prepare import Ask
     from vericache_core.runtime.sampling_params import SamplingParams
 
     try:

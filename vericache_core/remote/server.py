@@ -24,7 +24,8 @@ from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, BadMessageError,
 from vericache_core.remote.identity import Facts, facts_of, refuse_differences
 from vericache_core.remote.layers import missing_blob, parts
 from vericache_core.remote.limits import Limits
-from vericache_core.remote.verifier import Ask, Session, Verifier
+from vericache_core.remote.prepare import Ask
+from vericache_core.remote.verifier import Session, Verifier
 from vericache_core.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("vericache.remote")

@@ -11,21 +11,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from vericache_core.engine import Engine
-from vericache_core.errors import CompressorFault, RemoteError, RemoteRefused, VeriCacheError
-from vericache_core.kv import PlainLayer
+from vericache_core.errors import RemoteError, RemoteRefused, VeriCacheError
 from vericache_core.remote.frames import Message, RunningDigest
-from vericache_core.remote.layers import compressed_blobs
 from vericache_core.remote.limits import Limits
-from vericache_core.remote.shelf import Prefix, Shelf, prefix_key
+from vericache_core.remote.prepare import Ask, Preparations
+from vericache_core.remote.shelf import Prefix, Shelf
 from vericache_core.runtime.output import TokenLogprobs
 from vericache_core.runtime.request import Request
-from vericache_core.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("vericache.remote")
 T = TypeVar("T")
@@ -33,29 +31,6 @@ GATHER: Final = 0.002
 """Seconds to wait for company before a step; ten times that at most."""
 _TICK: Final = 0.2
 """Seconds between two looks for silent sessions while nothing happens."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a client wants to open.
-
-    Attributes:
-        tenant: who asks.
-        ids: prompt.
-        prefix: tokens of it that are shared; fewer than all.
-        compressor, options: what the prefix is compressed with; None if it is not to be sent.
-        generate: the store generates by itself, without drafts.
-        stateless: its full KV comes from the store's slower tier for every verify instead of staying on the device.
-    """
-
-    tenant: str
-    ids: tuple[int, ...]
-    prefix: int
-    compressor: str | None
-    options: Mapping[str, Any]
-    params: SamplingParams
-    generate: bool = False
-    stateless: bool = False
 
 
 @dataclass(eq=False)
@@ -100,7 +75,7 @@ class Verifier:
         self.shelf = Shelf(limits.prefix_bytes)
         self.sessions: dict[str, Session] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._preparing: dict[int, tuple[Request, tuple[str, str], list[Future[Prefix]]]] = {}
+        self._preparations = Preparations(engine, self.shelf, limits.sessions)
         self._by_request: dict[int, Session] = {}
         self._thread = threading.Thread(target=self._run, name="vericache-verifier", daemon=True)
         self._thread.start()
@@ -110,13 +85,12 @@ class Verifier:
     def prepare(self, ask: Ask) -> Future[Prefix]:
         """Have the prefix ready: from the shelf, or by a prefill; its user count is one higher when it comes."""
         result: Future[Prefix] = Future()
-        self._submit(result, lambda: self._prepare(ask, result))
+        self._submit(result, lambda: self._preparations.begin(ask, result))
         return result
 
     def progress(self) -> tuple[int, int]:
         """Prompt rows that are computed, and those that are to be, of everything under way."""
-        requests = [request for request, _, _ in list(self._preparing.values())]
-        return sum(request.full.tokens for request in requests), sum(request.prompt_tokens for request in requests)
+        return self._preparations.progress()
 
     def open(self, ask: Ask, prefix: Prefix) -> Future[Session]:
         """Make a session on a prefix that :meth:`prepare` gave; its first verdict comes by :meth:`first`."""
@@ -216,36 +190,7 @@ class Verifier:
         """End everything under way; nobody may be left waiting."""
         for session in list(self.sessions.values()):
             self._drop(session, error)
-        for request, _, waiters in self._preparing.values():
-            self.engine.loop.remove(request)
-            for waiter in waiters:
-                waiter.set_exception(error)
-        self._preparing.clear()
-
-    def _prepare(self, ask: Ask, result: Future[Prefix]) -> None:
-        ids = ask.ids[: ask.prefix]
-        compressor = None if ask.compressor is None else self.engine.make_compressor(ask.compressor, ask.options)
-        spelled: dict[str, Any] = getattr(
-            compressor, "options_json", dict
-        )()  # with defaults, so that two ways to say the same meet
-        key, ids_key = prefix_key(ask.tenant, ids, ask.compressor, spelled), prefix_key(ask.tenant, ids, None, {})
-        found = self.shelf.get(key) if ask.compressor else self.shelf.with_full(ids_key)
-        if found is not None:
-            found.users += 1
-            result.set_result(found)
-            return
-        for _, (other, _), waiters in self._preparing.values():
-            if other == key:
-                waiters.append(result)
-                return
-        if len(self._preparing) >= self.limits.sessions:
-            raise RemoteRefused("the store prepares as many prefixes as it may", hint="try again later")
-        # One token more than is of use: the request must still be there, with its caches, when its prefix is done.
-        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
-        request = self.engine.make_request(ids, params, self.engine.make_full_kv(compressor, "device"), compressor)
-        request.metrics.compressor = ask.compressor
-        self.engine.loop.add(request)
-        self._preparing[request.number] = (request, (key, ids_key), [result])
+        self._preparations.end(error)
 
     def _open(self, ask: Ask, prefix: Prefix) -> Session:
         try:
@@ -256,6 +201,7 @@ class Verifier:
             full = self.engine.make_full_kv(None, tier)
             full.begin_with(prefix.full.device_pages, prefix.tokens)
             request = self.engine.make_request(ask.ids, ask.params, full)
+            request.tenant = ask.tenant
             if not request.finished:
                 self.engine.loop.add(request)
         except VeriCacheError:
@@ -301,37 +247,13 @@ class Verifier:
 
     def _settle(self) -> None:
         """Hand out what the last step decided."""
-        for number, (request, keys, waiters) in list(self._preparing.items()):
-            if request.finished or request.generated:
-                del self._preparing[number]
-                self._shelve(request, keys, waiters)
+        self._preparations.settle()
         for session in list(self._by_request.values()):
             request = session.request
             if session.waiting is None and not session.generate:
                 continue
             if request.finished or (len(request.generated) > session.told and not request.verifying):
                 self._answer(session)
-
-    def _shelve(self, request: Request, keys: tuple[str, str], waiters: Sequence[Future[Prefix]]) -> None:
-        self.engine.loop.release(request)
-        failure = request.error
-        if failure is None and request.metrics.degraded:
-            failure = CompressorFault("the prefix could not be compressed", cause=request.metrics.degraded[-1])
-        if failure is not None:
-            request.close()
-            for waiter in waiters:
-                waiter.set_exception(failure)
-            return
-        blobs, maps = [], {}
-        if request.draft is not None:
-            compressed = request.draft.current()
-            blobs = compressed_blobs(compressed, request.full)
-            maps = {i: layer.surviving for i, layer in enumerate(compressed.layers) if isinstance(layer, PlainLayer)}
-            request.forget_draft()
-        prefix = Prefix(*keys, request.full.tokens, request.full, blobs, maps, users=len(waiters))
-        self.shelf.put(prefix)
-        for waiter in waiters:
-            waiter.set_result(prefix)
 
     def _answer(self, session: Session) -> None:
         request = session.request

@@ -12,7 +12,7 @@ from vericache_core.cache.draft import DraftKV
 from vericache_core.compressor import Compressor, TokenDropCompressor
 from vericache_core.context import CompressContext, Needs, ScoreObserver
 from vericache_core.errors import CompressorFault
-from vericache_core.kv import PrefixView
+from vericache_core.kv import CompressedKV, PrefixView
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.observe import Observations
 from vericache_core.runtime.request import Request, Want
@@ -39,11 +39,20 @@ class Compression:
         fold: tail length at which ``Compressor.extend`` is called; 0 never.
         encode: text -> token ids, for compressors that need it.
         forward: runs scoring passes.
+        made: is told of every prefix that was compressed, but not of those that were provided.
     """
 
-    def __init__(self, adapter: ModelAdapter, fold: int, encode: Callable[[str], list[int]] | None, forward: Forward) -> None:
-        self.adapter, self._fold, self._encode, self._forward = adapter, fold, encode, forward
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        fold: int,
+        encode: Callable[[str], list[int]] | None,
+        forward: Forward,
+        made: Callable[[Request, CompressedKV], None] | None = None,
+    ) -> None:
+        self.adapter, self._fold, self._encode, self._forward, self._made = adapter, fold, encode, forward, made
         self._observations: dict[int, Observations] = {}
+        self._provided: dict[int, CompressedKV] = {}
 
     @property
     def observed(self) -> Sequence[int]:
@@ -52,8 +61,14 @@ class Compression:
 
     def expect(self, request: Request) -> None:
         """Begin to record what the compressor of ``request``, if it has one, asks of the prefill."""
+        self._provided.pop(request.number, None)
         if request.compressor is not None:
             self._observations[request.number] = Observations(request.compressor.needs, request.compress_at)
+
+    def provide(self, request: Request, compressed: CompressedKV) -> None:
+        """Give the compressed KV of the prefix of a request that is expected; nothing need be seen of its prefill then."""
+        self._observations[request.number] = Observations(Needs(), request.compress_at)
+        self._provided[request.number] = compressed
 
     def needs(self, request: Request) -> Needs:
         """What the coming prefill of ``request`` is to show its compressor; nothing, if it has none."""
@@ -63,6 +78,7 @@ class Compression:
     def forget(self, number: int) -> None:
         """Drop what was recorded for a request; unknown numbers are no error."""
         self._observations.pop(number, None)
+        self._provided.pop(number, None)
 
     def observe(self, segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
         """See a block of authoritative rows: ``queries [count, heads, head_dim]``, ``keys [count, kv_heads, head_dim]``.
@@ -93,20 +109,23 @@ class Compression:
     def _compress(self, request: Request) -> None:
         compressor, seen = request.compressor, self._observations.pop(request.number)
         assert compressor is not None
+        provided = self._provided.pop(request.number, None)
         started = time.perf_counter()
         # What was asked when the request came in: a compressor that changes its mind must not move layers about.
         supported = [layer.index for layer in self.adapter.layers if layer.index not in request.full.pinned]
         try:
-            context = self._context(request, seen)
-            prefix = self._prefix(request, supported)
-            compressed = compressor.compress(prefix, context)
+            compressed = provided
+            if compressed is None:
+                compressed = compressor.compress(self._prefix(request, supported), self._context(request, seen))
             request.metrics.compressed_kv_bytes = compressed.nbytes
             request.draft = DraftKV.build(request.full, compressed, supported)
             request.swapped_before = request.full.moved_bytes
         except Exception as error:  # whatever a plugin raises costs speed, never tokens
             raise PluginFailure("compress", error) from error
         finally:
-            request.metrics.add_seconds("compress", time.perf_counter() - started)
+            request.metrics.add_seconds("load" if provided else "compress", time.perf_counter() - started)
+        if provided is None and self._made is not None:
+            self._made(request, compressed)
         per_token = sum(self.adapter.layers[index].token_bytes for index in supported)
         request.metrics.compressed_from_bytes = per_token * request.full.tokens
 

@@ -74,7 +74,8 @@ class StepLoop:
         self.adapter, self.ring, self._attend = adapter, ring, attend
         self.link_meter = link_meter or LinkMeter()
         self.scheduler, self._holds, self._overlaps, self._reuse = scheduler, holds, overlaps, reuse
-        self.compression = Compression(adapter, fold, encode, self._forward)
+        made = None if reuse is None else reuse.keep_compressed
+        self.compression = Compression(adapter, fold, encode, self._forward, made)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
         self.requests: list[Request] = []
         self.peak_device_kv_bytes = 0
@@ -184,9 +185,11 @@ class StepLoop:
         if self._reuse is None:
             return
         try:
-            self._reuse.load(request, self.compression.needs(request))
+            self._reuse.load(request, self.compression)
         except SwapError as error:
             self.recovery.step_failed(StepFault(request, error))
+        if request.prefix_only:  # all of it may have come, and no step of its own will follow
+            self._compress(request)
 
     def _end_standstill(self) -> None:
         """Fail a request rather than wait for ever: a scheduler that finds nothing to run is at fault, not the caller."""
@@ -210,7 +213,7 @@ class StepLoop:
             slots = self._transient(by_number[flying])
         for part in plan.parts:
             request, phase = by_number[part.number], part.phase
-            if request.finished or part.number == flying:
+            if request.finished or part.number == flying or request.full.tokens == len(request.tokens):
                 continue
             long = phase != "draft" and self._swaps_long(request)
             if long and (flying is not None or apart is not None):
@@ -345,14 +348,17 @@ class StepLoop:
             request.take_drafts(logits)
             return
         kept = request.take_rows(segment.want, segment.count, logits)
+        request.metrics.prefilled += kept if segment.want.phase == "prefill" else 0
         if self._reuse is not None:
             self._reuse.keep(request, kept)
         request.full.advance(kept)
         request.metrics.full_kv_bytes = sum(layer.token_bytes for layer in self.adapter.layers) * request.full.tokens
         if request.draft is not None:
             request.draft.accept(kept)
-        if request.finished:
-            return
+        if not request.finished:
+            self._compress(request)
+
+    def _compress(self, request: Request) -> None:
         try:
             self.compression.update(request)
         except PluginFailure as failure:

@@ -34,6 +34,8 @@ class RequestMetrics:
         proposed, proposals_kept: tokens of the proposer, and those that the next stage agreed with.
         near_ties: committed tokens that led by less than ``NEAR_TIE`` logits; nothing is wrong with them.
         prefix_tokens_loaded, prefix_bytes_loaded: rows that came from the prefix store, and the blobs they came in.
+        compressed_bytes_loaded: of the blob that its compressed prefix came in from the prefix store; 0 if it was made here.
+        prefilled: rows of prompt (or of what a preemption interrupted) that were computed.
         preemptions: times it gave everything back to let others run.
         windows: window of each round, where they are chosen (``window="auto"``); 0 is one plain token.
         mode: ``plain``, ``pinned`` or ``offloaded``.
@@ -62,6 +64,8 @@ class RequestMetrics:
     near_ties: int = 0
     prefix_tokens_loaded: int = 0
     prefix_bytes_loaded: int = 0
+    compressed_bytes_loaded: int = 0
+    prefilled: int = 0
     preemptions: int = 0
     windows: list[int] = field(default_factory=list)
     mode: str = "plain"

@@ -56,6 +56,8 @@ class Request:
         pinned: whether the full KV stays on the device.
         links: keys of the chunks of its tokens, as far as a prefix store asked for them.
         chunks_stored: first chunks that came from the store or were given to it.
+        tenant: who else may not find out what it holds, in a prefix store of several tenants.
+        prefix_only: only the KV of its prompt is wanted: all of it may come from a store, and nothing need be computed.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Request:
         self.swapped_before = 0
         self.links: list[bytes] = []
         self.chunks_stored = 0
+        self.tenant, self.prefix_only = "", False
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
 
     @property

@@ -85,7 +85,7 @@ def chain(identity: PrefixIdentity, token_ids: Sequence[int], chunk: int, known:
     ``known`` are the first links, where they were computed before.
     """
     links = list(known[: len(token_ids) // chunk])
-    link = links[-1] if links else digest("chain", identity.root, str(chunk))
+    link = links[-1] if links else _beginning(identity, chunk)
     for start in range(len(links) * chunk, len(token_ids) - chunk + 1, chunk):
         link = digest("link", link, token_bytes(token_ids[start : start + chunk]))
         links.append(link)
@@ -97,18 +97,33 @@ def full_key(link: bytes) -> str:
     return f"full-{digest('full', link, EXACT).hex()}"
 
 
+def tail_key(identity: PrefixIdentity, links: Sequence[bytes], chunk: int, rest: Sequence[int]) -> str:
+    """Key of the blob with the full KV of what a prefix has behind its last whole chunk; ``links`` are those of its chunks."""
+    return full_key(digest("tail", links[-1] if links else _beginning(identity, chunk), token_bytes(rest)))
+
+
 def compressed_key(
     identity: PrefixIdentity,
     token_ids: Sequence[int],
     compressor: str,
     options: Mapping[str, Any],
     *,
+    extra: Mapping[str, Any] | None = None,
     seed: int = 0,
     protected: Sequence[tuple[int, int]] = (),
 ) -> str:
-    """Key of the compressed KV of exactly ``token_ids``: the compressor and all that steers it are part of it."""
-    steering = canonical({"options": dict(options), "seed": seed, "protected": [list(span) for span in protected]})
+    """Key of the compressed KV of exactly ``token_ids``: the compressor and all that steers it are part of it.
+
+    ``extra`` is what it says of itself beyond its options, such as the version of its algorithm.
+    """
+    spans = [list(span) for span in protected]
+    steering = canonical({"options": dict(options), "extra": dict(extra or {}), "seed": seed, "protected": spans})
     return f"compressed-{digest('compressed', identity.root, token_bytes(token_ids), compressor, steering).hex()}"
+
+
+def _beginning(identity: PrefixIdentity, chunk: int) -> bytes:
+    """What every chain begins with."""
+    return digest("chain", identity.root, str(chunk))
 
 
 def index_key(tenant: str, token_ids: Sequence[int], chunk: int) -> str:

@@ -1,4 +1,4 @@
-"""Saves chunks behind the engine's back: one thread, a bounded queue, and what does not fit is dropped."""
+"""Saves blobs behind the engine's back: one thread, a bounded queue, and what does not fit is dropped."""
 
 from __future__ import annotations
 
@@ -8,46 +8,45 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from vericache_core.errors import StoreFull
-from vericache_core.stores.prefix import Chunk, PrefixStore
+from vericache_core.stores.base import KVBlobs, Packed
 
 log = logging.getLogger("vericache.stores")
 MOST_BYTES = 512 << 20
 PUT_SECONDS = 30.0
-"""A chunk that takes longer is given up."""
+"""A blob that takes longer is given up."""
 QUIET_SECONDS = 60.0
 """Failures are warned of at most this often."""
 
 
 class BackgroundSaver:
-    """Puts chunks into ``store`` in the order they come.
+    """Puts blobs into stores in the order they come.
 
     Args:
-        store: the prefix store.
-        most_bytes: of chunks that wait; further ones are dropped.
+        most_bytes: of blobs that wait; further ones are dropped.
 
     Attributes:
-        dropped: chunks that found the queue full.
-        failed: chunks that the store refused or failed to take.
+        dropped: blobs that found the queue full.
+        failed: blobs that the store refused or failed to take.
     """
 
-    def __init__(self, store: PrefixStore, most_bytes: int = MOST_BYTES) -> None:
-        self.store, self.most_bytes = store, most_bytes
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
         self.dropped = self.failed = 0
         self._waiting_bytes, self._lock = 0, threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: set[Future[None]] = set()
         self._warned = float("-inf")
 
-    def offer(self, chunk: Chunk) -> bool:
-        """Take ``chunk`` to be saved some time; False if too much waits already."""
+    def offer(self, store: KVBlobs, packed: Packed) -> bool:
+        """Take ``packed`` to be put into ``store`` some time; False if too much waits already."""
         with self._lock:
-            if self._waiting_bytes + chunk.nbytes > self.most_bytes:
+            if self._waiting_bytes + packed.nbytes > self.most_bytes:
                 self.dropped += 1
                 return False
-            self._waiting_bytes += chunk.nbytes
+            self._waiting_bytes += packed.nbytes
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-save")
-            future = self._worker.submit(self._put, chunk)
+            future = self._worker.submit(self._put, store, packed)
             self._pending.add(future)
         future.add_done_callback(self._forget)
         return True
@@ -66,9 +65,9 @@ class BackgroundSaver:
         if worker is not None:
             worker.shutdown(wait=not self._pending, cancel_futures=True)
 
-    def _put(self, chunk: Chunk) -> None:
+    def _put(self, store: KVBlobs, packed: Packed) -> None:
         try:
-            self.store.put(chunk, deadline=time.monotonic() + PUT_SECONDS)
+            store.put(packed, deadline=time.monotonic() + PUT_SECONDS)
         except Exception as error:  # noqa: BLE001 (whatever a backend does costs speed, never tokens)
             self.failed += 1
             if time.monotonic() - self._warned >= QUIET_SECONDS:
@@ -77,7 +76,7 @@ class BackgroundSaver:
                 log.warning("prefix store is %s, prefixes are not saved (%s)", kind, error)
         finally:
             with self._lock:
-                self._waiting_bytes -= chunk.nbytes
+                self._waiting_bytes -= packed.nbytes
 
     def _forget(self, future: Future[None]) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """Store URLs: which backend, where, and how it is used.
 
-``file:///folder?bytes=10GB&chunk=256&timeout=2``: the scheme chooses the backend; ``chunk`` and ``timeout`` mean the
-same for all of them; what else follows the question mark is the backend's own and must be known to it.
+``file:///folder?bytes=10GB&chunk=256&timeout=2&compressed=no``: the scheme chooses the backend; ``chunk``, ``timeout`` and
+``compressed`` mean the same for all of them; what else follows the question mark is the backend's own and must be known to it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ DEFAULT_CHUNK = 256
 DEFAULT_TIMEOUT = 2.0
 PAGE_ROWS = 128
 """Rows of a page of KV, see :mod:`vericache_core.cache.pages`, which this module does not import for torch's sake."""
+_COMMON = frozenset({"chunk", "timeout", "compressed"})
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Opener = Callable[[SplitResult, Mapping[str, Any]], BlobStore]
@@ -60,12 +61,20 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A backend and how to use it: ``chunk`` tokens a blob, at most ``timeout`` seconds for a prefix, ``attempts`` a call."""
+    """A backend and how to use it.
+
+    Attributes:
+        chunk: tokens a blob.
+        timeout: seconds that a prefix may take.
+        attempts: of a call.
+        compressed: whether compressed KV goes in, beside full KV.
+    """
 
     blobs: BlobStore
     chunk: int
     timeout: float
     attempts: int
+    compressed: bool = True
 
 
 def open_store(url: str) -> OpenedStore:
@@ -85,18 +94,21 @@ def open_store(url: str) -> OpenedStore:
     except ValueError as error:
         raise ConfigError(f"prefix store {shown(url)!r}: options are written NAME=VALUE", cause=str(error)) from error
     options: dict[str, Any] = dict(pairs)
-    unknown = sorted(options.keys() - scheme.options - {"chunk", "timeout"})
+    unknown = sorted(options.keys() - scheme.options - _COMMON)
     if unknown or len(options) != len(pairs):
         what = f"unknown option {unknown[0]!r}" if unknown else "an option is given twice"
-        known = ", ".join(sorted(scheme.options | {"chunk", "timeout"}))
+        known = ", ".join(sorted(scheme.options | _COMMON))
         raise ConfigError(f"prefix store {shown(url)!r}: {what}", hint=f"known: {known}")
     chunk = _chunk(options.pop("chunk", None))
     timeout = _timeout(options.pop("timeout", None))
+    compressed = options.pop("compressed", "yes")
+    if compressed not in {"yes", "no"}:
+        raise ConfigError(f"compressed={compressed}: expected yes or no")
     if "bytes" in options:
         options["bytes"] = parse_bytes(options["bytes"])
     module, _, name = scheme.opener.partition(":")
     opener: Opener = getattr(importlib.import_module(module), name)
-    return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts)
+    return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts, compressed == "yes")
 
 
 def shown(url: str) -> str:
