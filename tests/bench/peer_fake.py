@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Peer:
-    def __init__(self, model: str, max_len: int, requests: int, **_: Any) -> None:
+    def __init__(self, model: str, max_len: int, requests: int, kv_bytes: int, **load: Any) -> None:
         if os.environ.get("FAKE_PEER") == "no-load":
             raise ValueError("no such\nmodel")
-        self.about = {"model": model, "max_len": max_len, "requests": requests}
+        self.about = {"model": model, "max_len": max_len, "requests": requests, "kv_bytes": kv_bytes} | load
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
         mode = os.environ.get("FAKE_PEER", "")
@@ -34,5 +34,6 @@ class Peer:
             "decoded": new_tokens * len(prompts),
             "decode_seconds": 0.5,
             "prefill_seconds": 1.5,
+            "steps": new_tokens,
             "notes": ["fake"],
         }

@@ -275,7 +275,7 @@ def test_prompts_are_prefilled_once_and_given_back(shop: Shop, monkeypatch: pyte
 
 
 def peer(timeout: float = 60) -> PeerSystem:
-    return PeerSystem("fake", sys.executable, "peer_fake", {"model": "m"}, timeout, Path(__file__).parent)
+    return PeerSystem("fake", sys.executable, "peer_fake", {"model": "m"}, timeout, 100, Path(__file__).parent)
 
 
 def test_a_peer_answers_over_its_standard_streams() -> None:
@@ -284,8 +284,10 @@ def test_a_peer_answers_over_its_standard_streams() -> None:
     assert rows["fake"]["error"] is None
     assert rows["fake"]["identical"] is True
     assert rows["fake"]["tokens_per_s"]["median"] == NEW * 3 / 0.5
-    assert (rows["fake"]["prefill_seconds"], rows["fake"]["notes"]) == (1.5, ["fake"])
-    assert other.about == {"model": "m", "max_len": 150 + NEW, "requests": 3}
+    assert rows["fake"]["prefill_seconds"] == 1.5
+    assert rows["fake"]["step_seconds"]["median"] == 0.5 / NEW
+    longest = 150 + NEW
+    assert rows["fake"]["notes"] == ["fake", f"model m, max_len {longest}, requests 3, kv_bytes {3 * longest * 100}"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_what_goes_wrong_in_a_peer_is_a_row(mode: str, words: str, monkeypatch: 
 
 
 def test_a_peer_that_is_no_program_is_a_row() -> None:
-    rows, _ = rows_of([Scripted(PLAIN, [[1]]), PeerSystem("gone", "/no/python", "peer_fake", {}, 5)], workload())
+    rows, _ = rows_of([Scripted(PLAIN, [[1]]), PeerSystem("gone", "/no/python", "peer_fake", {}, 5, 1)], workload())
     assert "No such file" in rows["gone"]["error"]
 
 

@@ -154,6 +154,25 @@ def test_a_peer_takes_part(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert set(rows) == {"plain", "vllm"}
     assert rows["vllm"]["tokens_per_s"]["median"] == 10 * 2 / 0.5
     assert rows["vllm"]["identical"] is False  # which is its right
+    assert (rows["plain"]["identical_requests"], rows["vllm"]["identical_requests"]) == (2, 0)
+    assert all(row["step_seconds"]["median"] > 0 for row in rows.values())
+
+
+def test_kvpress_is_two_systems_and_llama_cpp_wants_a_gguf_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("kvpress", "llama-cpp"):
+        monkeypatch.setitem(peer_module.KINDS, name, "peer_fake")
+    monkeypatch.setattr(peer_module.PeerSystem.__init__, "__defaults__", (Path(__file__).parent,))
+    peers = ["--peer", f"kvpress={sys.executable}", "--peer", f"llama-cpp={sys.executable}"]
+    flags = [*SMALL, "--repeats", "1", "--model", "folder", "--workloads", "easy", "--systems", "plain", *peers, "--json"]
+    assert main(["bench", "throughput", *flags]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    notes = {row["system"]: ", ".join(row["notes"]) for row in rows}
+    assert list(notes) == ["plain", "kvpress snapkv:keep=0.5", "kvpress", "llama-cpp"]
+    assert "keep 0.5" in notes["kvpress snapkv:keep=0.5"]
+    assert "keep None" in notes["kvpress"]
+    assert "gguf None" in notes["llama-cpp"]
 
 
 @pytest.mark.parametrize(

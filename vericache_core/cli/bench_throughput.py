@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vericache_core.bench.throughput.measured import System
 
 COMPRESSORS: Final = ("snapkv:keep=0.25",)
+KEEP: Final = 0.25
+"""Of a peer's press when no compressor of ours has such an option."""
 
 
 def add_arguments(actions: Any) -> None:
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         _check_length(max(contexts), args.new_tokens, loaded.adapter.max_positions)
         workloads = build_workloads(loaded.tokenizer, names, args.requests, contexts, args.new_tokens)
         systems += own_systems(shop, kinds, settings, windows)
-        systems += [_peer(name, python, shop, args) for name, python in peers]
+        systems += [system for name, python in peers for system in _peers_of(name, python, shop, args, settings)]
         loaded.close()
         try:
             for record, repetition, last in contest(systems, workloads, args.repeats, args.seed, note):
@@ -201,21 +203,32 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     return load_config(overrides={key: value for key, value in given.items() if value is not None or key == "compressor"})
 
 
-def _peer(name: str, python: str, shop: Shop, args: argparse.Namespace) -> PeerSystem:
-    model = shop.model
-    threads = args.threads or os.cpu_count() or 1
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    load = {"model": str(model.name_or_path), "gguf": _gguf(args.model), "dtype": dtype, "threads": threads}
-    return PeerSystem(name, python, KINDS[name], load, args.peer_timeout)
+def _peers_of(
+    name: str, python: str, shop: Shop, args: argparse.Namespace, settings: Sequence[tuple[str, dict[str, Any]]]
+) -> list[PeerSystem]:
+    """The systems of one peer: kvpress is two, with its press at the keep of our first compressor and without."""
+    dtype = str(next(shop.model.parameters()).dtype).removeprefix("torch.")
+    load = {"model": str(shop.model.name_or_path), "dtype": dtype, "threads": args.threads or os.cpu_count() or 1}
+    if name == "kvpress":
+        keep = next((float(options["keep"]) for _, options in settings if "keep" in options), KEEP)
+        variants: dict[str, dict[str, Any]] = {f"{name} snapkv:keep={keep:g}": {"keep": keep}, name: {"keep": None}}
+    elif name == "llama-cpp":
+        variants = {name: {"gguf": _gguf(args.model, dtype)}}
+    else:
+        variants = {name: {}}
+    return [
+        PeerSystem(label, python, KINDS[name], {**load, **more}, args.peer_timeout, shop.token_bytes())
+        for label, more in variants.items()
+    ]
 
 
-def _gguf(model: str) -> str | None:
-    """The GGUF file behind a model name, if there is one."""
-    if model == "demo":
-        from vericache_core.model.load import demo_file
+def _gguf(model: str, dtype: str) -> str | None:
+    """The GGUF file behind a model name, its weights in ``dtype``; ``None`` if there is no such file."""
+    from vericache_core.bench.throughput.gguf_weights import widened
+    from vericache_core.model.load import demo_file
 
-        return str(demo_file())
-    return model if model.endswith(".gguf") else None
+    file = demo_file() if model == "demo" else Path(model)
+    return str(widened(file, dtype)) if file.suffix == ".gguf" else None
 
 
 def _conditions(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:

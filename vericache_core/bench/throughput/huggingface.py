@@ -102,19 +102,19 @@ class HuggingFaceSystem:
             do_sample=False, max_new_tokens=new, pad_token_id=0, eos_token_id=never, use_cache=True, **lookup
         )
         tokens: list[list[int]] = []
-        seconds, held = 0.0, 0
+        seconds, held, steps = 0.0, 0, 0
         with _own_attention(model), _no_defaults(model):
             for batch in self._batches:
                 cache = copy.deepcopy(batch.cache)
                 started = time.perf_counter()
-                with _cached_once(model):
+                with _cached_once(model) as count:
                     output = model.generate(
                         input_ids=batch.ids,
                         attention_mask=batch.mask,
                         generation_config=config,
                         **_cache_argument(model, cache),
                     )
-                seconds += time.perf_counter() - started
+                seconds, steps = seconds + time.perf_counter() - started, steps + next(count)
                 tokens += [row[:new] for row in output[:, batch.ids.shape[1] :].tolist()]
                 held = max(held, _nbytes(cache))
         return Measured(
@@ -123,6 +123,7 @@ class HuggingFaceSystem:
             decode_seconds=seconds,
             prefill_seconds=self._prefill_seconds,
             peak_device_kv_bytes=held,
+            steps=steps,
             notes=["one request at a time"] if self._variant == "lookup" else ["one left-padded batch"],
         )
 
@@ -158,8 +159,11 @@ def _no_defaults(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _cached_once(model: Any) -> Iterator[None]:
-    """Assisted decoding feeds the whole prompt in its first step, even on top of a cache that holds it: leave that out."""
+def _cached_once(model: Any) -> Iterator[Iterator[int]]:
+    """Assisted decoding feeds the whole prompt in its first step, even on top of a cache that holds it: leave that out.
+
+    What it yields counts the steps: its next value is how many there were.
+    """
     steps = itertools.count()
 
     def only_new(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -173,7 +177,7 @@ def _cached_once(model: Any) -> Iterator[None]:
 
     hook = model.register_forward_pre_hook(only_new, with_kwargs=True)
     try:
-        yield
+        yield steps
     finally:
         hook.remove()
 

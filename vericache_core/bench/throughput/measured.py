@@ -35,6 +35,7 @@ class Measured:
         decoded: tokens that ``decode_seconds`` paid for.
         prefill_seconds: what reading all prompts cost, once, and is no part of ``decode_seconds``.
         swap_hidden_fraction: share of the time of swaps in which nobody waited for them.
+        steps: forwards of the model in ``decode_seconds``, for however many requests at once.
         within_budget: whether device KV stayed below the workload's cap.
         notes: what a reader has to know about this run.
     """

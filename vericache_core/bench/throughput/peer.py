@@ -55,17 +55,25 @@ class PeerSystem:
         name: for the table.
         python: interpreter of its environment.
         module: in ``folder``, with the class ``Peer``.
-        load: what it is loaded with; ``max_len`` and ``requests`` are added.
+        load: what it is loaded with; ``max_len``, ``requests`` and ``kv_bytes`` are added.
         timeout: seconds for a single answer.
+        token_bytes: full KV of one token; ``kv_bytes`` tells the peer what all requests need.
     """
 
     lossless = False
 
     def __init__(
-        self, name: str, python: str, module: str, load: Mapping[str, Any], timeout: float, folder: Path = FOLDER
+        self,
+        name: str,
+        python: str,
+        module: str,
+        load: Mapping[str, Any],
+        timeout: float,
+        token_bytes: int,
+        folder: Path = FOLDER,
     ) -> None:
         self.name, self._python, self._module, self._load, self._timeout = name, python, module, dict(load), timeout
-        self._folder = folder
+        self._token_bytes, self._folder = token_bytes, folder
         self._child: _Child | None = None
         self._size = (0, 0)
         self._refusal: str | None = None
@@ -84,7 +92,8 @@ class PeerSystem:
         self._size = size
         try:
             self._child = _Child([self._python, str(FOLDER / "serve.py"), self._module], self._folder)
-            answer = self._child.ask({"op": "load", **self._load, "max_len": size[0], "requests": size[1]}, self._timeout)
+            size_of = {"max_len": size[0], "requests": size[1], "kv_bytes": size[0] * size[1] * self._token_bytes}
+            answer = self._child.ask({"op": "load", **self._load, **size_of}, self._timeout)
         except PeerFault as fault:
             self.close()
             self._refusal = f"does not start: {fault}"  # and would not for the next workload
@@ -99,7 +108,7 @@ class PeerSystem:
         prompts = [list(prompt.token_ids) for prompt in workload.prompts]
         try:
             answer = self._child.ask({"op": "run", "prompts": prompts, "new_tokens": workload.new_tokens}, self._timeout)
-            return _measured(answer, workload)
+            return _measured(answer, workload, self.about)
         except BaseException:
             self.close()  # it may still be working on what nobody waits for
             raise
@@ -113,18 +122,20 @@ class PeerSystem:
             self._child = None
 
 
-def _measured(answer: Mapping[str, Any], workload: Workload) -> Measured:
+def _measured(answer: Mapping[str, Any], workload: Workload, about: Mapping[str, Any]) -> Measured:
     """The answer, checked: another program wrote it."""
     try:
         tokens = [[int(token) for token in one] for one in answer["tokens"]]
         decoded, seconds = int(answer["decoded"]), float(answer["decode_seconds"])
         held, prefill = answer.get("peak_device_kv_bytes"), answer.get("prefill_seconds")
+        steps = None if answer.get("steps") is None else int(answer["steps"])
         notes = [str(note) for note in answer.get("notes", ())]
     except (KeyError, TypeError, ValueError) as error:
         raise PeerFault(f"answered nonsense: {type(error).__name__}: {error}") from error
     if len(tokens) != len(workload.prompts) or decoded <= 0 or seconds <= 0:
         raise PeerFault(f"answered {len(tokens)} outputs, {decoded} tokens in {seconds:g} s")
-    return Measured(tokens, decoded, seconds, prefill, peak_device_kv_bytes=held, notes=notes)
+    notes.append(", ".join(f"{key} {value}" for key, value in about.items()))
+    return Measured(tokens, decoded, seconds, prefill, peak_device_kv_bytes=held, steps=steps, notes=notes)
 
 
 class _Child:

@@ -49,8 +49,10 @@ def row(record: Record, plain: Record | None) -> dict[str, Any]:
         "runs": len(runs),
         **record.facts,
         "first_difference": None if reference is None or not runs else first_difference(runs[0].tokens, reference),
+        "identical_requests": None if reference is None or not runs else min(_same(run.tokens, reference) for run in runs),
         "decoded_tokens": runs[0].decoded if runs else None,
         "decode_seconds": _spread([run.decode_seconds for run in runs]),
+        "step_seconds": _spread([run.decode_seconds / run.steps for run in runs if run.steps]),
         "prefill_seconds": _median(run.prefill_seconds for run in runs),
         "compress_seconds": _median(run.compress_seconds for run in runs),
         "steps": runs[0].steps if runs else None,
@@ -73,6 +75,11 @@ def first_difference(tokens: Sequence[Sequence[int]], reference: Sequence[Sequen
         if shared < max(len(ours), len(theirs)):
             found.append(shared)
     return min(found, default=None)
+
+
+def _same(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> int:
+    """How many requests have every token of their reference."""
+    return sum(list(ours) == list(theirs) for ours, theirs in zip(tokens, reference, strict=False))
 
 
 def broken(rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -11,6 +11,7 @@ HEADER: Final = [
     "TOK/S",
     "MIN..MAX",
     "xPLAIN",
+    "STEP",
     "SAME",
     "DEVICE KV",
     "HIDDEN",
@@ -20,17 +21,20 @@ HEADER: Final = [
 ]
 LEGEND: Final = (
     "TOK/S: tokens of all requests per second of decoding, median over the repetitions; prefill and compression are not in "
-    "it. xPLAIN: over the median of the same engine without drafts. SAME: every token of every repetition equals plain's; a "
-    "number is the earliest token that differs. DEVICE KV: most bytes of KV on the device at once. HIDDEN: share of the time "
-    "of swaps in which nothing waited for them. ACCEPTED: share of drafted tokens that the full KV agreed with. PREFILL: "
-    "seconds for all prompts, once."
+    "it. xPLAIN: over the median of the same engine without drafts. STEP: decoding time over forwards of the model. SAME: "
+    "every token of every repetition equals plain's; else the earliest one that differs, and how many requests are the same. "
+    "DEVICE KV: most bytes of KV on the device at once. HIDDEN: share of the time of swaps in which nothing waited for them. "
+    "ACCEPTED: share of drafted tokens that the full KV agreed with. PREFILL: seconds for all prompts, once."
 )
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A row in the order of the header."""
     rate, first = row["tokens_per_s"], row["first_difference"]
-    same = {None: "-", True: "yes", False: "no" if first is None else f"no ({first})"}[row["identical"]]
+    share = f"{row['identical_requests']}/{row['requests']}" if row["identical"] is False else ""
+    same = {None: "-", True: "yes", False: f"no ({share})" if first is None else f"no (from {first}; {share})"}[
+        row["identical"]
+    ]
     remarks = [*([row["error"]] if row["error"] else []), *row["notes"]]
     if row["within_budget"] is False:
         remarks.insert(0, "device KV above its cap")
@@ -40,6 +44,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         figure(rate["median"], "{:.1f}"),
         "-" if rate["min"] is None else f"{rate['min']:.1f}..{rate['max']:.1f}",
         figure(row["speedup_vs_plain"], "{:.2f}"),
+        "-" if row["step_seconds"]["median"] is None else f"{1e3 * row['step_seconds']['median']:.1f} ms",
         same,
         "-" if row["peak_device_kv_bytes"] is None else size(row["peak_device_kv_bytes"]),
         figure(row["swap_hidden_fraction"], "{:.0%}"),
