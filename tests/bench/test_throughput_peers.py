@@ -142,7 +142,7 @@ class LlamaLibrary:
 
 def test_llama_cpp_evaluates_each_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library = LlamaLibrary()
-    monkeypatch.setitem(sys.modules, "llama_cpp", library)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
     size: dict[str, Any] = {"threads": 1, "max_len": 100, "requests": 2, "kv_bytes": 1, "dtype": "bfloat16"}
     with pytest.raises(ValueError, match="this model is none"):
         peer_llama_cpp.Peer(gguf=None, **size)
