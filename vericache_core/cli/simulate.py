@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from vericache_core.cli import simulate_fleet
+from vericache_core.cli import simulate_fleet, simulate_windows
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
@@ -30,6 +30,7 @@ _HEADER: Final = [
     "WINDOW",
     "HIDDEN",
     "PEAK KV GB",
+    "STEP MS",
     "TTFT p50",
     "LATENCY p50",
     "p90",
@@ -50,8 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory for KV; unlimited otherwise")
     parser.add_argument("--keep", type=float, default=0.2, help="draft KV as a fraction of the full KV [%(default)s]")
     parser.add_argument(
-        "--hazard", default="0.02", metavar="H[,H...]", help="chance per draft to differ, dealt to requests in turn [0.02]"
+        "--hazard",
+        default="0.02",
+        metavar="H[/H...][,...]",
+        help="chance per draft to differ, dealt to requests in turn; with slashes it changes while a request is written [0.02]",
     )
+    parser.add_argument("--hazard-turn", type=int, default=100, metavar="N", help="tokens after which it changes [%(default)s]")
     parser.add_argument(
         "--swap",
         choices=("missing", "all"),
@@ -78,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
     simulate_fleet.add_arguments(parser)
+    simulate_windows.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -95,10 +101,14 @@ def run(args: argparse.Namespace) -> int:
             if len(args.devices or []) > 1:
                 raise UsageError("--drafters takes one --device at a time")
             return simulate_fleet.run(args, setup, args.model, name)
+        if args.search_windows:
+            if len(args.devices or []) > 1:
+                raise UsageError("--search-windows takes one --device at a time")
+            return simulate_windows.run(args, setup, args.model, name)
         plain = simulate(replace(setup, mode="plain", window=None))
-        rows.append(_row(name, "plain", plain, plain, setup))
+        rows.append(_row(name, "plain", plain, plain, setup, model.weights))
         if args.mode != "plain":
-            rows.append(_row(name, f"{args.scheduler} {args.mode}", simulate(setup), plain, setup))
+            rows.append(_row(name, f"{args.scheduler} {args.mode}", simulate(setup), plain, setup, model.weights))
     if args.json:
         print_json(SCHEMA, {"model": args.model, "requests": len(arrivals), "seed": args.seed, "rows": rows})
     else:
@@ -111,6 +121,8 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         raise UsageError(f"--keep: expected more than 0 and at most 1, got {args.keep:g}")
     if args.ring < 0:
         raise UsageError(f"--ring: expected 0 or more, got {args.ring}")
+    if args.hazard_turn < 1:
+        raise UsageError(f"--hazard-turn: expected 1 or more, got {args.hazard_turn}")
     if args.count < 1:
         raise UsageError(f"--count: expected 1 or more, got {args.count}")
     for name in ("kv_memory", "host_memory"):
@@ -124,8 +136,8 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
             cause=f"{model.weights / 1e9:.1f} GB of weights, {0.9 * device.memory * args.count / 1e9:.1f} GB of memory",
             hint="--count 2, or another device",
         )
-    hazards = _hazards(args.hazard)
-    mean = sum(hazards) / len(hazards)
+    turns = _turns(args.hazard)
+    mean = sum(_means(turns)) / len(turns)
     believed = min(0.999, max(0.001, mean))
     return Setup(
         load_calibration(args.calibration).costs if args.calibration else cost_model(device, model, args.count),
@@ -140,6 +152,8 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         args.prefill,
         Prior(believed, 24.0),
         seed=args.seed,
+        turns=turns if any(len(one) > 1 for one in turns) else (),
+        turn=args.hazard_turn,
     )
 
 
@@ -153,17 +167,22 @@ def _arrivals(args: argparse.Namespace) -> list[Arrival]:
         lengths = int(low), int(high or low)
     except ValueError:
         raise UsageError(f"--prompt-tokens: expected N or N-M, got {args.prompt_tokens!r}") from None
-    return poisson(args.rate, args.requests, lengths, args.new_tokens, _hazards(args.hazard), args.seed)
+    return poisson(args.rate, args.requests, lengths, args.new_tokens, _means(_turns(args.hazard)), args.seed)
 
 
-def _hazards(text: str) -> list[float]:
+def _turns(text: str) -> tuple[tuple[float, ...], ...]:
+    """By request the hazards that take turns."""
     try:
-        hazards = [float(part) for part in text.split(",")]
+        hazards = tuple(tuple(float(turn) for turn in part.split("/")) for part in text.split(","))
     except ValueError:
-        hazards = []
-    if not hazards or not all(0 <= hazard <= 1 for hazard in hazards):
-        raise UsageError(f"--hazard: expected numbers from 0 to 1 with commas between them, got {text!r}")
+        hazards = ()
+    if not hazards or not all(0 <= hazard <= 1 for turns in hazards for hazard in turns):
+        raise UsageError(f"--hazard: expected numbers from 0 to 1 with commas or slashes between them, got {text!r}")
     return hazards
+
+
+def _means(turns: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(one) / len(one) for one in turns]
 
 
 def _window(args: argparse.Namespace) -> int | None:
@@ -185,7 +204,7 @@ def _pick(what: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
-def _row(device: str, system: str, result: Result, plain: Result, setup: Setup) -> dict[str, Any]:
+def _row(device: str, system: str, result: Result, plain: Result, setup: Setup, weights: float) -> dict[str, Any]:
     return {
         "device": device,
         "system": system,
@@ -197,12 +216,22 @@ def _row(device: str, system: str, result: Result, plain: Result, setup: Setup) 
         "swap_hidden_fraction": result.swap_hidden_fraction,
         "peak_device_kv_bytes": result.peak_kv_bytes,
         "device_kv_budget_bytes": setup.budget.device,
+        "weight_bytes": weights,
+        "step_s": {
+            "draft": _mean(result.draft_steps),
+            "mixed": _mean(result.mixed_steps),
+            "verify": max(result.verify_steps, default=None),
+        },
         "first_token_s": _percentiles(result.first_tokens),
         "latency_s": _percentiles(result.latencies),
         "seconds": result.seconds,
         "tokens": result.tokens,
         "refused": result.refused,
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -220,6 +249,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['mean_window']:.1f}" if row["mean_window"] else "-",
         "-" if hidden is None else f"{100 * hidden:.0f}%",
         f"{row['peak_device_kv_bytes'] / 1e9:.2f}",
+        " ".join("-" if seconds is None else f"{1e3 * seconds:.0f}" for seconds in row["step_s"].values()),
         f"{row['first_token_s'].get('p50', 0):.1f}",
         *(f"{latency.get(key, 0):.1f}" for key in ("p50", "p90", "p99")),
     ]

@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sharing", type=int, default=1, metavar="N", help="requests in a row with the same prompt [%(default)s]"
     )
+    group.add_argument(
+        "--scatter", action="store_true", help="send requests of one prompt to any drafter, not all to the first one's"
+    )
     group.add_argument("--paths", metavar="NAME[,...]", help=f"that may be taken, of {', '.join(PATHS)} [all]")
     group.add_argument("--expanded", action="store_true", help="draft KV takes as much memory as full KV")
 
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace, setup: Setup, model: str, device: str) -> int:
             "PLAIN TOK/S",
             "TOK/S",
             "SPEEDUP",
+            "STEADY",
             "PLANNED",
             "PATHS",
         ]
@@ -92,6 +96,7 @@ def _fleet(args: argparse.Namespace, setup: Setup, drafters: int, slow: float, f
         args.expanded,
         setup.window,
         args.sharing,
+        not args.scatter,
         _paths(args.paths),
     )
 
@@ -133,6 +138,7 @@ def _row(count: int, slow: float, fast: float, ratio: float | None, plain: Fleet
         "plain_tokens_per_s": plain.tokens_per_s,
         "tokens_per_s": drafted.tokens_per_s,
         "speedup": drafted.tokens_per_s / plain.tokens_per_s,
+        "steady_speedup": drafted.steady_tokens_per_s / plain.steady_tokens_per_s if plain.steady_tokens_per_s else None,
         "planned_speedup": drafted.plan.rate / plain.plan.rate,
         "paths": dict(drafted.paths),
         "acceptance": drafted.accepted / drafted.drafted if drafted.drafted else None,
@@ -158,6 +164,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['plain_tokens_per_s']:.0f}",
         f"{row['tokens_per_s']:.0f}",
         f"{row['speedup']:.2f}x",
+        f"{row['steady_speedup']:.2f}x" if row["steady_speedup"] else "-",
         f"{row['planned_speedup']:.2f}x",
         " ".join(
             f"{path} {100 * count / total:.0f}%" for path, count in sorted(row["paths"].items(), key=lambda item: -item[1])

@@ -41,6 +41,7 @@ class Setup:
         prior: the controller's belief before the first round; None for the default.
         rows: most rows of a step.
         seed: of the accepted drafts.
+        turns: dealt to requests in turn: hazards of which each holds for ``turn`` tokens; none for the arrivals' own.
     """
 
     costs: CostModel
@@ -56,6 +57,8 @@ class Setup:
     prior: Prior | None = None
     rows: int = 512
     seed: int = 0
+    turns: Sequence[Sequence[float]] = ()
+    turn: int = 100
 
 
 def simulate(setup: Setup) -> Result:
@@ -91,6 +94,8 @@ def simulate(setup: Setup) -> Result:
             controller=None if mode == "plain" or setup.window is not None else _controller(book, arrival),
             prefill=setup.prefill,
             seed=setup.seed,
+            hazards=setup.turns[number % len(setup.turns)] if setup.turns else (),
+            turn=setup.turn,
         )
         for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
     ]

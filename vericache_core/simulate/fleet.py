@@ -22,7 +22,18 @@ Path = Literal["remote", "fetch", "verify", "verify-stateless", "stream", "strea
 PATHS: Final[tuple[Path, ...]] = get_args(Path)
 PLAIN: Final[tuple[Path, ...]] = ("remote", "fetch")
 """What there is without VeriCache."""
-RESOURCES: Final = ("slow link", "fast link", "store device", "drafter device", "store memory", "drafter memory")
+RESOURCES: Final = (
+    "slow link",
+    "fast link",
+    "store device",
+    "drafter device",
+    "plain places",
+    "stream places",
+    "held memory",
+    "drafter memory",
+)
+MOST_STREAMS: Final = 4
+"""Full caches that come in side by side beside the store at most: more than fill the link."""
 MOST_ROWS: Final = 256
 """Requests that a drafter runs side by side at most."""
 
@@ -41,6 +52,8 @@ class Fleet:
         expanded: the draft KV takes as much memory as the full KV, as where codes are decoded when they come.
         window: drafts before a verify, or None for the best under the plan.
         sharing: requests in a row that share their prompt.
+        affinity: requests of one prompt go to one drafter, so that its KV crosses a slow link once; otherwise they go to
+            whichever drafter has most room, and share only what is beside the store.
         paths: that may be taken.
         ahead: transfers that may wait for a link before a device takes on another request.
     """
@@ -55,8 +68,14 @@ class Fleet:
     expanded: bool = False
     window: int | None = None
     sharing: int = 1
+    affinity: bool = True
     paths: tuple[Path, ...] = PATHS
     ahead: int = 1
+
+    @property
+    def sharing_drafter(self) -> float:
+        """Requests of one prompt that meet on one drafter."""
+        return self.sharing if self.affinity else max(1.0, self.sharing / self.drafters)
 
     def full_bytes(self, tokens: float) -> float:
         """Of so many tokens."""
@@ -71,6 +90,21 @@ class Fleet:
         return self.full_bytes(prompt) * (1 - self.compression.keep if self.compression.delta else 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How the memory beside the store is dealt out. Caches are large there, so that whole numbers matter.
+
+    Attributes:
+        plain: requests that decode plainly side by side.
+        streams: full caches that come in for one verify each, side by side.
+        held: bytes that are kept for full KV of requests on ``verify`` and ``stream``.
+    """
+
+    plain: int
+    streams: int
+    held: float
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the requests are dealt out.
@@ -79,11 +113,13 @@ class Plan:
         window: drafts before a verify; 0 when nothing is drafted.
         rates: requests a second by path, in the steady state that the plan is for.
         held: bytes beside the store that are kept for full KV of requests on ``verify`` and ``stream``.
+        streamed: bytes beside the store that plain requests leave for streams.
     """
 
     window: int
     rates: Mapping[Path, float]
     held: float
+    streamed: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -103,26 +139,39 @@ def make_plan(fleet: Fleet, prompt: int, new_tokens: int, paths: Sequence[Path] 
     allowed = tuple(path for path in PATHS if path in (fleet.paths if paths is None else paths))
     drafting = any(path not in PLAIN for path in allowed)
     windows = [0] if not drafting else [fleet.window] if fleet.window else [w for w in WINDOWS if w and w % 4 == 0]
-    best: Plan | None = None
-    for window in windows:
-        plan = _planned(fleet, prompt, new_tokens, allowed, window)
-        if best is None or plan.rate > best.rate * (1 + 1e-9):
+    # A path whose single request has no room anywhere is none.
+    fits = [path for path in allowed if fits_in(fleet, path, prompt, new_tokens)]
+    best = Plan(windows[0], {}, 0.0)
+    for places, window in itertools.product(_places(fleet, fits, prompt, new_tokens), windows):
+        plan = _planned(fleet, prompt, new_tokens, fits, window, places)
+        if plan.rate > best.rate * (1 + 1e-9):
             best = plan
-    assert best is not None
     return best
 
 
-def _planned(fleet: Fleet, prompt: int, new_tokens: int, allowed: Sequence[Path], window: int) -> Plan:
-    uses = {path: use_of(fleet, path, prompt, new_tokens, window) for path in allowed}
-    there = (fleet.drafters, 1.0, 1.0, fleet.drafters, fleet.memory, fleet.drafters * fleet.memory)
-    # A path whose single request has no room anywhere is none.
-    fits = [path for path in allowed if fits_in(fleet, path, prompt, new_tokens)]
-    found = most_of([uses[path] for path in fits], there)
-    rates = {path: rate for path, rate in zip(fits, found, strict=True) if rate > 1e-12}
-    memory = RESOURCES.index("store memory")
-    held = sum(rate * uses[path][memory] for path, rate in rates.items() if path in {"verify", "stream"})
+def _places(fleet: Fleet, paths: Sequence[Path], prompt: int, new_tokens: int) -> list[Places]:
+    """Ways to deal out the memory beside the store that are worth telling apart."""
     one = fleet.full_bytes(prompt + new_tokens)
-    return Plan(window, rates, max(held, one) if held else 0.0)
+    most = int(fleet.memory // one)
+    streams = range(min(most, MOST_STREAMS) + 1) if any(path.endswith("stateless") for path in paths) else range(1)
+    found = []
+    for count in streams:
+        left = most - count
+        held = sorted({round(left * i / 8) for i in range(9)}) if {"verify", "stream"} & set(paths) else [0]
+        for kept in held:
+            room = fleet.memory - (count + kept) * one
+            plain = _fitting(room, fleet.full_bytes(prompt) / fleet.sharing + fleet.full_bytes(new_tokens))
+            found.append(Places(plain, count, kept * one))
+    return found
+
+
+def _planned(fleet: Fleet, prompt: int, new_tokens: int, paths: Sequence[Path], window: int, places: Places) -> Plan:
+    uses = {path: use_of(fleet, path, prompt, new_tokens, window, places) for path in paths}
+    there = (fleet.drafters, 1.0, 1.0, fleet.drafters, places.plain, places.streams, places.held, fleet.drafters * fleet.memory)
+    open_paths = [path for path in paths if all(limit or not use for use, limit in zip(uses[path], there, strict=True))]
+    found = most_of([uses[path] for path in open_paths], there)
+    rates = {path: rate for path, rate in zip(open_paths, found, strict=True) if rate > 1e-12}
+    return Plan(window, rates, places.held, places.streams * fleet.full_bytes(prompt + new_tokens))
 
 
 def fits_in(fleet: Fleet, path: Path, prompt: int, new_tokens: int) -> bool:
@@ -142,42 +191,46 @@ def drafter_bytes(fleet: Fleet, path: Path, prompt: int, new_tokens: int) -> flo
     return fleet.draft_bytes(prompt) + tail + (full if path.startswith("stream") else 0.0)
 
 
-def use_of(fleet: Fleet, path: Path, prompt: int, new_tokens: int, window: int) -> tuple[float, ...]:
-    """What one request takes of each of ``RESOURCES``: seconds of links and devices, byte-seconds of memory.
+def use_of(fleet: Fleet, path: Path, prompt: int, new_tokens: int, window: int, places: Places) -> tuple[float, ...]:
+    """What one request takes of each of ``RESOURCES``: seconds of links, devices and places, byte-seconds of memory.
 
-    Steps are those of a device whose memory is full. Rows of verifies cost their arithmetic, and what they read; the
-    weights are read for the requests that decode plainly beside them.
+    Steps are those of a device whose places are all taken. What verifies cost beside plain rows is what they read, their
+    arithmetic, and the larger shape of the step.
     """
     costs, full = fleet.costs, fleet.full_bytes(prompt + new_tokens / 2)
-    shared = 1 / fleet.sharing  # of what is moved or held for a prefix
+    here, there = 1 / fleet.sharing, 1 / fleet.sharing_drafter  # of what is moved or held for a prefix
     load, tail = fleet.full_bytes(prompt), fleet.full_bytes(new_tokens)
-    step, row = _plain_step(fleet, full, load * shared + tail)
+    step, row = _shared_step(fleet, full, max(1, places.plain))
     if path == "remote":
-        wait = fleet.fast.seconds(load) * shared
-        return 0.0, wait, new_tokens * row, 0.0, (load * shared + tail) * (wait + new_tokens * step), 0.0
+        wait = fleet.fast.seconds(load) * here
+        return 0.0, wait, new_tokens * row, 0.0, wait + new_tokens * step, 0.0, 0.0, 0.0
+    own_step, own_row = _shared_step(fleet, full, max(1, _fitting(fleet.memory, load * there + tail)))
     if path == "fetch":
-        wait = fleet.slow.seconds(load) * shared
-        return wait, 0.0, 0.0, new_tokens * row, 0.0, (load * shared + tail) * (wait + new_tokens * step)
-    slow = wait = fleet.slow.seconds(load * fleet.compression.keep) * shared
+        wait = fleet.slow.seconds(load) * there
+        return wait, 0.0, 0.0, new_tokens * own_row, 0.0, 0.0, 0.0, (load * there + tail) * (wait + new_tokens * own_step)
+    slow = wait = fleet.slow.seconds(load * fleet.compression.keep) * there
     draft_step, draft_row = _draft_step(fleet, path, prompt, new_tokens)
-    stream = fleet.fast.seconds(full)
-    rows = window + 1
-    verify = full * costs.read + rows * (prompt * costs.pair + costs.rows_seconds(512) / 512)
+    # Requests of one prompt ride along where streams are what all wait for.
+    stream, rows = fleet.fast.seconds(full) * here, window + 1
+    beside = costs.rows_seconds(places.plain) if places.plain else 0.0
+    verify = full * costs.read + rows * prompt * costs.pair + costs.rows_seconds(places.plain + rows) - beside
+    held = 1.5 * step + verify  # to the next step and through it
     stateless = path.endswith("stateless")
-    cycle = window * draft_step + 2 * fleet.slow.latency + max(step, verify) + (stream if stateless else 0.0)
+    cycle = window * draft_step + 2 * fleet.slow.latency + held + (stream if stateless else 0.0)
     rounds, plain = expected_rounds(fleet.compression.hazard, window, new_tokens), 0.0
     if path.startswith("stream"):
-        rest = fleet.slow.seconds(fleet.following_bytes(prompt)) * shared
+        rest = fleet.slow.seconds(fleet.following_bytes(prompt)) * there
         drafted = min(1.0, rest / (cycle * rounds))
         slow, rounds, plain = slow + rest, rounds * drafted, new_tokens * (1 - drafted)
-    place = drafter_bytes(fleet, path, prompt, 0) * shared + tail
     return (
         slow,
-        rounds * stream if stateless else fleet.fast.seconds(load) * shared,
+        rounds * stream if stateless else fleet.fast.seconds(load) * here,
         rounds * verify,
-        rounds * window * draft_row + plain * row,
-        full * (stream + step) * rounds if stateless else (load * shared + tail) * cycle * rounds,
-        place * (wait + rounds * cycle + plain * step),
+        rounds * window * draft_row + plain * own_row,
+        0.0,
+        rounds * (stream + held * here) if stateless else 0.0,
+        0.0 if stateless else (load * here + tail) * cycle * rounds,
+        (drafter_bytes(fleet, path, prompt, 0) * there + tail) * (wait + rounds * cycle + plain * own_step),
     )
 
 
@@ -201,13 +254,16 @@ def draft_step_seconds(fleet: Fleet, prompt: int, new_tokens: int) -> float:
 
 def _draft_step(fleet: Fleet, path: Path, prompt: int, new_tokens: int) -> tuple[float, float]:
     tail = fleet.full_bytes(new_tokens)
-    held = drafter_bytes(fleet, path, prompt, 0) / fleet.sharing + tail
-    return _plain_step(fleet, fleet.draft_bytes(prompt) + tail / 2, held)
+    held = drafter_bytes(fleet, path, prompt, 0) / fleet.sharing_drafter + tail
+    return _shared_step(fleet, fleet.draft_bytes(prompt) + tail / 2, max(1, _fitting(fleet.memory, held)))
 
 
-def _plain_step(fleet: Fleet, read: float, held: float) -> tuple[float, float]:
-    """Seconds of a step of as many requests as fit, each of which reads and holds so much, and each one's share."""
-    count = max(1, min(MOST_ROWS, int(fleet.memory // held)))
+def _fitting(room: float, held: float) -> int:
+    return min(MOST_ROWS, int(room // held))
+
+
+def _shared_step(fleet: Fleet, read: float, count: int) -> tuple[float, float]:
+    """Seconds of a step of so many requests, each of which reads so much, and each one's share."""
     seconds = fleet.costs.compute_seconds(StepLoad(count, count * read))
     return seconds, seconds / count
 
@@ -223,15 +279,14 @@ def most_of(uses: Sequence[Sequence[float]], there: Sequence[float]) -> list[flo
     count = len(uses)
     if not count:
         return []
-    limits = np.array([[use[i] / there[i] for use in uses] for i in range(len(there))])
+    limits = np.array([[use[i] / there[i] for use in uses] for i in range(len(there)) if any(use[i] for use in uses)])
+    bounds = np.array([1.0] * len(limits) + [0.0] * count)
     limits = np.vstack([limits, -np.eye(count)])
-    bounds = np.array([1.0] * len(there) + [0.0] * count)
-    best, most = np.zeros(count), 0.0
-    for chosen in itertools.combinations(range(len(bounds)), count):
-        corner = limits[list(chosen)]
-        if abs(np.linalg.det(corner / np.maximum(np.abs(corner).max(axis=1, keepdims=True), 1e-300))) < 1e-12:
-            continue
-        found = np.linalg.solve(corner, bounds[list(chosen)])
-        if (limits @ found <= bounds + 1e-9).all() and found.sum() > most * (1 + 1e-12):
-            best, most = np.maximum(found, 0.0), float(found.sum())
+    corners = np.array(list(itertools.combinations(range(len(bounds)), count)))
+    matrices, sides = limits[corners], bounds[corners]
+    scale = np.maximum(np.abs(matrices).max(axis=2, keepdims=True), 1e-300)
+    proper = np.abs(np.linalg.det(matrices / scale)) >= 1e-12
+    found = np.linalg.solve(matrices[proper], sides[proper][:, :, None])[:, :, 0]
+    found = found[(found @ limits.T <= bounds + 1e-9).all(axis=1)]
+    best = np.maximum(found[found.sum(axis=1).argmax()], 0.0)  # no rates at all are a corner, too
     return [float(rate) for rate in best]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from vericache_core.errors import ConfigError, VeriCacheError
-from vericache_core.runtime.modes import SWAP_MARGIN
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.fleet import PLAIN, Fleet, Path, Plan, make_plan
 from vericache_core.simulate.nodes import Clock, Drafter, Live, Verifier, Wire
 from vericache_core.simulate.pools import HELD, STORE, Pools, Prefix
 
+MARGIN: Final = 1.05
+"""How much faster than plain decoding a plan that drafts must look: plans are within a few percent of what runs give."""
 SLACK: Final = 4
 """Prompts' worth of requests by which a path may be ahead of its share."""
 
@@ -25,6 +26,7 @@ class FleetResult:
 
     Attributes:
         tokens: committed.
+        steady_tokens_per_s: between the first and the last fifth of all tokens, when every device has work.
         seconds: from the first arrival to the last token.
         paths: requests by path.
         drafted, accepted: tokens of all verifies.
@@ -36,6 +38,7 @@ class FleetResult:
 
     plan: Plan
     tokens: int = 0
+    steady_tokens_per_s: float = 0.0
     seconds: float = 0.0
     paths: Counter[Path] = field(default_factory=Counter)
     drafted: int = 0
@@ -93,7 +96,7 @@ class FleetSimulation:
         new = sum(arrival.new_tokens for arrival in arrivals) / len(arrivals)
         self.fleet, self.plan = fleet, make_plan(fleet, round(prompt), round(new))
         plain = make_plan(fleet, round(prompt), round(new), [path for path in PLAIN if path in fleet.paths])
-        if self.plan.rate < SWAP_MARGIN * plain.rate:  # as everywhere: what swaps must look that much faster
+        if self.plan.rate < MARGIN * plain.rate:
             self.plan = plain
         if not self.plan.rate:
             raise ConfigError("no path has room for a request", hint="more memory, shorter prompts, or other paths")
@@ -101,7 +104,7 @@ class FleetSimulation:
         self._seed, self._coming = seed, [_Request(n, a, n // fleet.sharing) for n, a in enumerate(arrivals)]
         self._queue: deque[_Request] = deque()
         self._homes: dict[int, tuple[Path, tuple[int, ...]]] = {}
-        self._behind: dict[int, deque[_Request]] = {place: deque() for place in (*range(fleet.drafters), STORE)}
+        self._behind: dict[int | Path, deque[_Request]] = defaultdict(deque)  # by device, without affinity by path
         self._fast = Wire(self.clock, fleet.fast)
         self._slow = [Wire(self.clock, fleet.slow) for _ in range(fleet.drafters)]
         self._drafters = [Drafter(self.clock, fleet.costs, self._asked, self._plain_token) for _ in range(fleet.drafters)]
@@ -112,6 +115,8 @@ class FleetSimulation:
         self._riding: dict[int, int] = {}
         self._whole_from: dict[tuple[int, int], float] = {}
         self._numbers: dict[int, random.Random] = {}
+        whole = sum(arrival.new_tokens for arrival in arrivals)
+        self._steady, self._steady_from = (whole // 5, whole - whole // 5), (0, 0.0)
         self._loading = 0  # full KV on its way to plain requests beside the store
 
     def run(self) -> FleetResult:
@@ -146,12 +151,12 @@ class FleetSimulation:
     def _fill(self) -> None:
         """Hand out requests for as long as somebody takes one: the path that lags its share most goes first.
 
-        Requests that share a prompt follow the first of them, and others wait behind them for that device.
+        Requests that share a prompt follow the first of them, to its device or without affinity on its path only, and
+        others wait behind them for that.
         """
-        for behind in self._behind.values():
-            while behind and self._has_room(behind[0], *self._homes[behind[0].prefix]):
-                follower = behind.popleft()
-                self._start(follower, *self._homes[follower.prefix])
+        for behind in list(self._behind.values()):
+            while behind and (place := self._follow(behind[0])) is not None:
+                self._start(behind.popleft(), *place)
         while self._queue:
             request = self._queue[0]
             home = self._homes.get(request.prefix)
@@ -168,29 +173,44 @@ class FleetSimulation:
                 else:
                     return
             self._queue.popleft()
-            if self._behind[home[1][0]] or not self._has_room(request, *home):
-                self._behind[home[1][0]].append(request)
+            line = self._line(*home)
+            found = None if line else home if request.prefix not in self._homes else self._follow(request)
+            if found is None:
+                line.append(request)
             else:
-                self._start(request, *home)
+                self._start(request, *found)
 
-    def _find_place(self, request: _Request, path: Path) -> tuple[int, ...] | None:
-        """The device with the most room for it, for which nobody waits; None if there is none now."""
+    def _line(self, path: Path, places: tuple[int, ...]) -> deque[_Request]:
+        """Who waits for what a request at ``places`` waits for."""
+        return self._behind[places[0] if self.fleet.affinity else path]
+
+    def _follow(self, request: _Request) -> tuple[Path, tuple[int, ...]] | None:
+        """Where a request goes whose prompt others brought before it; None if there is no room yet."""
+        path, places = self._homes[request.prefix]
+        if self.fleet.affinity:
+            return (path, places) if self._has_room(request, path, places) else None
+        found = self._find_place(request, path, follows=True)
+        return None if found is None else (path, found)
+
+    def _find_place(self, request: _Request, path: Path, *, follows: bool = False) -> tuple[int, ...] | None:
+        """The device with the most room for it, for which nobody waits unless it ``follows``; None if there is none now."""
         if path == "remote":
             choices: list[tuple[int, ...]] = [(STORE,)]
         else:
             more = (HELD,) if path in {"verify", "stream"} else ()
             order = sorted(range(self.fleet.drafters), key=lambda place: (-self.pools.free[place], place))
             choices = [(place, *more) for place in order]
-        return next((c for c in choices if not self._behind[c[0]] and self._has_room(request, path, c)), None)
+        free = (places for places in choices if follows or not self._line(path, places))
+        return next((places for places in free if self._has_room(request, path, places)), None)
 
     def _has_room(self, request: _Request, path: Path, places: tuple[int, ...]) -> bool:
         for place in places:
             needs = self.pools.needs(request.prefix, path, place, *request.lengths)
-            if path == "remote" and any(other.endswith("stateless") for other in self.plan.rates):
-                needs += self.fleet.full_bytes(sum(request.lengths))  # of one stream, so that verifies go on
+            if path == "remote":
+                needs += self.plan.streamed  # so that verifies go on
             if self.pools.free[place] < needs:
                 return False
-        if self.pools.has(request.prefix, path, places[0]):
+        if self.pools.has(request.prefix, path, places[0]) and (self.fleet.affinity or places[0] == STORE):
             return True
         waiting = self._loading if path == "remote" else self._slow[places[0]].waiting
         return waiting <= self.fleet.ahead
@@ -314,8 +334,15 @@ class FleetSimulation:
             self.result.first_tokens += [-1.0] * (request.number + 1 - len(self.result.first_tokens))
         if self.result.first_tokens[request.number] < 0:
             self.result.first_tokens[request.number] = self.clock.now - request.arrival.at
+        before = self.result.tokens
         self.result.tokens += tokens
         self.result.seconds = self.clock.now
+        first, last = self._steady
+        if before <= first < self.result.tokens:
+            self._steady_from = self.result.tokens, self.clock.now
+        if before < last <= self.result.tokens:
+            count, since = self._steady_from
+            self.result.steady_tokens_per_s = (self.result.tokens - count) / max(self.clock.now - since, 1e-12)
 
     def _end(self, request: _Request) -> None:
         self.result.latencies.append(self.clock.now - request.arrival.at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
@@ -48,11 +49,14 @@ class SimulatedRequest:
         controller: WindowController | None,
         prefill: bool,
         seed: int,
+        hazards: Sequence[float] = (),
+        turn: int = 100,
     ) -> None:
         self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
         self.mode, self.tier, self.controller, self.window = mode, tier, controller, window
         self.prompt, self.new_tokens = arrival.prompt_tokens, arrival.new_tokens
-        self.hazard = compression.hazard if arrival.hazard is None else arrival.hazard
+        self._hazards = hazards or (compression.hazard if arrival.hazard is None else arrival.hazard,)
+        self._turn = turn
         self.prefill = self.prompt if prefill else 0
         self.committed = 0
         self.drafts = 0
@@ -152,11 +156,15 @@ class SimulatedRequest:
     def verify(self) -> int:
         """Verify what is drafted; returns how many drafts were accepted. One token more is committed."""
         accepted = 0
-        while accepted < self.drafts and self._numbers.random() >= self.hazard:
+        while accepted < self.drafts and self._numbers.random() >= self.hazard(self.committed + accepted):
             accepted += 1
         self.committed += accepted + 1
         self.drafts, self.link_left = 0, None
         return accepted
+
+    def hazard(self, token: int) -> float:
+        """Of a draft for that token of the answer."""
+        return self._hazards[token // self._turn % len(self._hazards)]
 
     def situation(self, requests: int, swapping: int, *, lockstep: bool) -> Situation:
         """What the window controller's prices depend on."""
