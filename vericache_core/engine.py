@@ -138,7 +138,7 @@ class Engine:
         if self.config.threads:
             set_threads(self.config.threads)
         self.tokenizer = tokenizer
-        self.adapter = ModelAdapter(model, self.config.rows, self.config.pack_weights)
+        self.adapter = ModelAdapter(model, self.config.rows, self.config.pack_weights, self.config.fuse)
         self._registry = (registry or default_registry()).without(self.config.disable_plugins)
         self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
         self.attend = attend

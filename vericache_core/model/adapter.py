@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from vericache_core.errors import UnsupportedModelError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model import interface
+from vericache_core.model.fused import FusedLayers, fuse_layers, use_fused
 from vericache_core.model.interface import StepAttention, active_step
-from vericache_core.model.packed import pack_linears, packed_bytes, use_packs
+from vericache_core.model.packed import Packs, pack_linears, packed_bytes, use_packs, wants_packing
 from vericache_core.model.refusals import refuse_by_config, refuse_by_facts, rope_settings
 
 
@@ -27,7 +28,8 @@ class ModelAdapter:
         model: a ``transformers`` causal LM; switched to evaluation mode and to our attention interface
             (which acts as ``sdpa`` outside of steps).
         rows: query rows of a step.
-        pack_weights: see :func:`vericache_core.model.packed.pack_linears`.
+        pack_weights: see :func:`vericache_core.model.packed.wants_packing`.
+        fuse: see :func:`vericache_core.model.fused.fuse_layers`.
 
     Attributes:
         shapes: row counts that a step may have, ascending; only ``rows`` until admission has proved that others
@@ -37,7 +39,7 @@ class ModelAdapter:
         UnsupportedModelError: naming what cannot be run exactly.
     """
 
-    def __init__(self, model: Any, rows: int, pack_weights: str = "auto") -> None:
+    def __init__(self, model: Any, rows: int, pack_weights: str = "auto", fuse: str = "auto") -> None:
         self.model, self.rows = model.eval(), rows
         self.shapes: tuple[int, ...] = (rows,)
         self.config = model.config.get_text_config()
@@ -47,15 +49,24 @@ class ModelAdapter:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._forward_names = set(inspect.signature(model.forward).parameters)
         model.set_attn_implementation(interface.NAME)
-        self._packs = pack_linears(model, rows, pack_weights)
+        # What a layer says of its attention it says itself, so it is asked before anything is packed or fused.
+        self._packs: Packs = {}
+        self._fused: FusedLayers = {}
         self.layers = self._discover()
+        self._fused = fuse_layers(model, rows, fuse, wants_packing(model, pack_weights))
+        self._packs = pack_linears(model, rows, pack_weights, without=self._fused)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = _max_positions(self.config)
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of linear weights that exist a second time, packed; 0 if none are."""
-        return packed_bytes(self._packs)
+        return packed_bytes(self._packs) + sum(form.packed_bytes for form in self._fused.values())
+
+    @property
+    def fused_layers(self) -> int:
+        """Layers that run in their fused form."""
+        return len(self._fused)
 
     @property
     def most_rows(self) -> int:
@@ -85,7 +96,7 @@ class ModelAdapter:
         }
         if not logits and "logits_to_keep" in self._forward_names:
             arguments["logits_to_keep"] = 1
-        with torch.inference_mode(), active_step(attention), use_packs(self._packs):
+        with torch.inference_mode(), active_step(attention), use_packs(self._packs), use_fused(self._fused):
             output: Tensor = self.model(**arguments).logits[0]
         return output
 

@@ -42,6 +42,11 @@ def active_step(step: StepAttention) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
+def current_step() -> StepAttention | None:
+    """The step that is active in this context, if any."""
+    return _ACTIVE.get()
+
+
 def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **facts: Any
 ) -> tuple[Tensor, None]:

@@ -23,26 +23,50 @@ Packs = Mapping[nn.Module, Tensor]
 _ACTIVE: ContextVar[Packs | None] = ContextVar("vericache_packs", default=None)
 
 
-def pack_linears(model: nn.Module, rows: int, mode: str) -> dict[nn.Module, Tensor]:
+def wants_packing(model: nn.Module, mode: str) -> bool:
+    """Whether linear layers of ``model`` are packed.
+
+    ``mode`` is ``"auto"`` (up to ``AUTO_BYTES``, by size and not by free memory: the bits of a product may depend on
+    packing, so whether it happens must not change from run to run), ``"always"`` or ``"never"``.
+    """
+    return mode == "always" or (mode == "auto" and packed_bytes(_linears(model)) <= AUTO_BYTES)
+
+
+def pack_linears(model: nn.Module, rows: int, mode: str, without: Iterable[nn.Module] = ()) -> dict[nn.Module, Tensor]:
     """Pack every linear layer of a CPU model; empty where that is not wanted or not possible.
 
     Args:
         model: its ``nn.Linear`` modules get a ``forward`` that looks for packed weights of the step it runs in.
         rows: rows of a step, a hint for the layout.
-        mode: ``"auto"`` (up to ``AUTO_BYTES``, by size and not by free memory: the bits of a product may depend on
-            packing, so whether it happens must not change from run to run), ``"always"`` or ``"never"``.
+        mode: see :func:`wants_packing`.
+        without: modules whose linear layers are left as they are.
     """
-    linears = [module for module in model.modules() if type(module) is nn.Linear and _packable(module)]
-    if mode == "never" or (mode == "auto" and packed_bytes(linears) > AUTO_BYTES):
+    if not wants_packing(model, mode):
         return {}
-    operators: Any = torch.ops.mkldnn
+    left = {part for module in without for part in module.modules()}
     packs: dict[nn.Module, Tensor] = {}
-    for module in linears:
-        with torch.inference_mode(False), torch.no_grad():
-            packs[module] = operators._reorder_linear_weight(module.weight.detach(), rows)  # noqa: SLF001
+    for module in _linears(model):
+        if module in left:
+            continue
+        packs[module] = pack_weight(module.weight.detach(), rows)
         # A method, and not a closure: a copy of the module must not go on with the weights of the original.
         module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
     return packs
+
+
+def pack_weight(weight: Tensor, rows: int) -> Tensor:
+    """``weight [out, in]`` in the layout of :func:`multiply`."""
+    operators: Any = torch.ops.mkldnn
+    with torch.inference_mode(False), torch.no_grad():
+        packed: Tensor = operators._reorder_linear_weight(weight, rows)  # noqa: SLF001
+    return packed
+
+
+def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """``[..., in]`` times a packed weight: ``[..., out]``."""
+    operators: Any = torch.ops.mkldnn
+    result: Tensor = operators._linear_pointwise(rows, packed, bias, "none", [], "")  # noqa: SLF001
+    return result
 
 
 def packed_bytes(linears: Iterable[nn.Module]) -> int:
@@ -65,12 +89,15 @@ def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
     packed = None if packs is None else packs.get(module)
     if packed is None:
         return nn.functional.linear(rows, module.weight, module.bias)
-    operators: Any = torch.ops.mkldnn
-    result: Tensor = operators._linear_pointwise(rows, packed, module.bias, "none", [], "")  # noqa: SLF001
-    return result
+    return multiply(rows, packed, module.bias)
 
 
-def _packable(module: nn.Linear) -> bool:
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if type(module) is nn.Linear and packable(module)]
+
+
+def packable(module: nn.Linear) -> bool:
+    """Whether oneDNN here has packed products for the weight."""
     if module.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators: Any = torch.ops.mkldnn
