@@ -122,6 +122,7 @@ def numerics(adapter: ModelAdapter, attention: str) -> dict[str, Any]:
         "code": code_digest(),
         "rows": [adapter.rows, list(adapter.shapes)],
         "packed": adapter.packed_bytes > 0,
+        "fused": adapter.fused_layers,
         "device": [device.type, where],
         "threads": torch.get_num_threads(),
         "torch": [torch.__version__, hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]],
