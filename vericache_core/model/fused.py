@@ -111,7 +111,7 @@ class _Norm:
         self.address, self.eps = self._weight.data_ptr(), np.float32(module.variance_epsilon)
 
 
-def _product(linears: tuple[nn.Linear, ...], pack: bool, rows: int) -> Callable[[Tensor], Tensor]:
+def _product(linears: tuple[Any, ...], pack: bool, rows: int) -> Callable[[Tensor], Tensor]:
     """``[rows, in]`` -> the outputs of ``linears`` side by side; packed as one product, or one by one as they are."""
     if not pack or not all(packable(part) for part in linears):
         return lambda x: torch.cat([nn.functional.linear(x, part.weight, part.bias) for part in linears], -1)
@@ -121,7 +121,7 @@ def _product(linears: tuple[nn.Linear, ...], pack: bool, rows: int) -> Callable[
     return lambda x: multiply(x, packed, bias)
 
 
-def recognised(layer: nn.Module) -> bool:
+def recognised(layer: Any) -> bool:
     """Whether every part of ``layer`` is of a type whose arithmetic is known here, and not changed by anybody."""
     family = next((name for name in FAMILIES if _is_own(layer, name, "DecoderLayer")), None)
     if family is None:
@@ -130,7 +130,7 @@ def recognised(layer: nn.Module) -> bool:
     linears = [*(getattr(attention, f"{name}_proj", None) for name in "qkvo")]
     linears += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    heads = [getattr(attention, name, None) for name in HEAD_NORMS]
+    heads: list[Any] = [getattr(attention, name, None) for name in HEAD_NORMS]
     if family == "Qwen3":
         norms += heads
     elif any(part is not None for part in heads):
@@ -153,10 +153,10 @@ def fuse_layers(model: nn.Module, rows: int, mode: str, pack: bool) -> dict[nn.M
     first = next(model.parameters())
     if mode == "never" or first.device.type != "cpu" or first.dtype not in TOLERANCE:
         return {}
-    layers = [module for module in model.modules() if recognised(module)]
+    layers: list[Any] = [module for module in model.modules() if recognised(module)]
     if not layers or importlib.util.find_spec("numba") is None:
         return {}
-    fused: dict[nn.Module, FusedLayer] = {}
+    fused: dict[Any, FusedLayer] = {}
     for layer in layers:
         fused[layer] = FusedLayer(layer, pack, rows)
         difference = largest_difference(layer, fused[layer])
@@ -165,7 +165,7 @@ def fuse_layers(model: nn.Module, rows: int, mode: str, pack: bool) -> dict[nn.M
             log.warning("decoder layers run as they are: the fused form of layer %s differs by %.2g", where, difference)
             return {}
     for layer in fused:
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = MethodType(_forward, layer)
     return fused
 
 
