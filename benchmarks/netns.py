@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 STORE, DRAFTER = "10.77.31.1", "10.77.31.2"
+_HERTZ = 250
+
+
+@dataclass(frozen=True)
+class Link:
+    """Names of the namespaces of the store and of the drafter, and of the ends of the pair between them."""
+
+    store: str
+    drafter: str
+    ends: tuple[str, str]
+
+    def limit(self, rate: float) -> None:
+        """Let ``rate`` Mbit/s through each way from now on."""
+        burst = max(256 << 10, int(rate * 1e6 / 8 / _HERTZ))  # a bucket that is filled once a tick must hold a tick
+        limit = ("rate", f"{rate:g}mbit", "burst", str(burst), "latency", "50ms")
+        for name, end in zip((self.store, self.drafter), self.ends, strict=True):
+            subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", end, "root", "tbf", *limit], check=True)
 
 
 @contextmanager
-def linked(rate: float) -> Iterator[tuple[str, str]]:
+def linked(rate: float) -> Iterator[Link]:
     """Two namespaces, joined by a veth pair that carries ``rate`` Mbit/s each way; gone at the end, whatever happens."""
     mark = f"vc{os.getpid()}"
-    names, ends = (f"{mark}s", f"{mark}d"), (f"{mark}v0", f"{mark}v1")
+    link = Link(f"{mark}s", f"{mark}d", (f"{mark}v0", f"{mark}v1"))
+    names = (link.store, link.drafter)
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, (STORE, DRAFTER), strict=True):
+        ip("link", "add", link.ends[0], "type", "veth", "peer", "name", link.ends[1])
+        for name, end, address in zip(names, link.ends, (STORE, DRAFTER), strict=True):
             ip("link", "set", end, "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
-            limit = ("rate", f"{rate:g}mbit", "burst", "256kb", "latency", "50ms")
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit], check=True)
-        yield names
+        link.limit(rate)
+        yield link
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
@@ -41,40 +57,19 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def delaying(host: str, port: int, seconds: float) -> str:
-    """Address of a proxy to ``host:port`` in this process, each way later by ``seconds``; order and rate stay."""
-    ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threading.Thread(target=lambda: asyncio.run(_proxy(host, port, seconds, ready.put)), daemon=True).start()
-    return f"127.0.0.1:{ready.get()}"
-
-
-async def _proxy(host: str, port: int, seconds: float, ready: Callable[[int], None]) -> None:
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(4096)
-
-        async def deliver() -> None:
-            while True:
-                due, data = await under_way.get()
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                if not data:
-                    writer.close()
-                    return
-                writer.write(data)
-                await writer.drain()
-
-        delivery = asyncio.create_task(deliver())
-        while True:
-            data = await reader.read(1 << 16)
-            await under_way.put((time.monotonic() + seconds, data))
-            if not data:
-                break
-        await delivery
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, port)
-        await asyncio.gather(carry(reader, far_writer), carry(far_reader, writer), return_exceptions=True)
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    ready(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+@contextmanager
+def delayed(namespace: str, target: str, milliseconds: float) -> Iterator[str]:
+    """Where ``target`` answers within a namespace with so much delay each way: a proxy process, unless there is none."""
+    if not milliseconds:
+        yield target
+        return
+    program = str(Path(__file__).with_name("delay.py"))
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-S", program, target, "--delay-ms", f"{milliseconds:g}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()  # it ends by itself then
+            process.wait()

@@ -1,0 +1,75 @@
+"""Tenants on one store of each kind: eight threads, and a foreign row would be a wrong one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.stores.support import CHUNK, IDENTITY, Model, layers, tokens
+from tests.stores_net.servers import FakeRedis
+from vericache_core.stores import memory
+from vericache_core.stores.prefix import PrefixStore
+from vericache_core.stores.url import open_store
+
+TENANTS = 8
+TURNS = 12
+BUDGET = 40 * CHUNK * 5 * 4 * 2
+
+
+@pytest.fixture(params=["file", "file, read", "shm", "memory", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store that all tenants use."""
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    if request.param == "redis":
+        pytest.importorskip("redis")
+        server = FakeRedis()
+        yield server.url
+        server.close()
+    elif request.param == "memory":
+        pytest.importorskip("fsspec")
+        yield f"memory://tenants-{random.Random(str(tmp_path)).randrange(10**9)}"
+    elif request.param == "shm":
+        yield f"shm://tenants?bytes={BUDGET}"
+    else:
+        yield f"file://{tmp_path / 'store'}?bytes={BUDGET}" + ("&map=no" if "read" in request.param else "")
+
+
+@pytest.mark.parametrize("vocabulary", ["disjoint", "shared"])
+def test_no_tenant_gets_a_row_of_another(url: str, vocabulary: str) -> None:
+    """With one vocabulary all ask for the very same tokens, and only the salt keeps them apart."""
+    described = layers(2)
+    failures: list[str] = []
+    hits = [0] * TENANTS
+
+    def work(tenant: int) -> None:
+        model = Model(described, seed=tenant)  # as if each had other weights: a foreign row is a wrong row
+        with_salt = replace(IDENTITY, tenant=f"tenant {tenant}")
+        opened = open_store(url)
+        store = PrefixStore(opened.blobs, with_salt, described, CHUNK, timeout=120)
+        try:
+            for turn in range(TURNS):
+                first = tenant * 1000 if vocabulary == "disjoint" else 0
+                ids = [first + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)]
+                full = model.cache()
+                loaded = store.load(ids, full)
+                hits[tenant] += loaded.tokens > 0
+                if loaded.faults or model.wrong_rows(full, ids):
+                    failures.append(f"{tenant}: {loaded}")
+                model.prefill(full, ids, store)
+        except BaseException as error:  # noqa: BLE001 (the main thread looks at it)
+            failures.append(repr(error))
+        finally:
+            store.close()
+
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(TENANTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(hits), "nobody ever found a prefix of their own, so nothing was shown"
