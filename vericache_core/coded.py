@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from vericache_core.attention.fused import fold_fused
 from vericache_core.attention.layouts import CodeLayout
 from vericache_core.attention.online import AttentionState
+from vericache_core.attention.sources import CodedPart, SourceTable, codes_of, exact_of, joined
 from vericache_core.errors import PayloadError
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedLayer, StoredLayer
@@ -143,6 +145,17 @@ class CodedRows:
         if self.exact.shape[1]:
             yield start, self.exact
 
+    @cached_property
+    def coded_sources(self) -> SourceTable | None:
+        """Where the codes lie; ``None`` if a kernel cannot read them."""
+        return codes_of(self)
+
+    @cached_property
+    def sources(self) -> SourceTable | None:
+        """Where the codes and the exact rows after them lie; ``None`` if a kernel cannot read them."""
+        codes, exact = self.coded_sources, exact_of(self.exact, self.encoded_tokens)
+        return None if codes is None or exact is None else joined([codes, exact])
+
     def decoded(self) -> Tensor:
         """All rows at once, ``[kv_heads, tokens, width]`` in the exact rows' dtype; for tests and inspection."""
         parts = [rows.to(self.exact.dtype) for _, rows in self.pieces(1 << 30)]
@@ -193,6 +206,12 @@ class CodedLayer(CompressedLayer):
     block = 2048
     """Most tokens decoded at a time while attending."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Who attends in a way of its own must say what the parts are, or there are none: they would bypass it."""
+        super().__init_subclass__(**kwargs)
+        if "attend" in vars(cls) and "parts" not in vars(cls):
+            cls.parts = CompressedLayer.parts  # type: ignore[method-assign]
+
     def __init__(self, keys: CodedRows, values: CodedRows, surviving: HeadMap) -> None:
         if keys.tokens != values.tokens or set(surviving.counts) != {keys.tokens}:
             raise ValueError(f"{keys.tokens} key rows, {values.tokens} value rows, {surviving.counts} positions")
@@ -204,6 +223,10 @@ class CodedLayer(CompressedLayer):
         for keys, values in self.blocks():
             state.fold(query, keys, values)
             del keys, values  # a block must be gone before the next one is decoded
+
+    def parts(self) -> Sequence[CodedPart] | None:
+        keys, values = self.keys.sources, self.values.sources
+        return None if keys is None or values is None else [CodedPart(keys, values, self.keys.tokens)]
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``(keys, values)`` blocks ``[kv_heads, n, ...]`` in order; the two streams cut where either cuts."""

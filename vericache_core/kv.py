@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.attention.online import AttentionState
+from vericache_core.attention.sources import CodedPart
 from vericache_core.index_map import HeadMap
 
 
@@ -134,6 +135,13 @@ class CompressedLayer(ABC):
 
         ``query`` is ``[heads, rows, head_dim]`` float32, already scaled.
         """
+
+    def parts(self) -> Sequence[CodedPart] | None:
+        """The same prefix as tables of where its codes lie, for a kernel that attends to them as they are.
+
+        ``None`` where there is none, and :meth:`attend` has to be called. The parts are folded in order.
+        """
+        return None
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:

@@ -223,6 +223,9 @@ def test_a_compressed_prefix_comes_first(attend: Attend) -> None:
         def attend(self, query: Tensor, state: AttentionState) -> None:
             state.fold(query, *before)
 
+        def parts(self) -> None:
+            """No codes."""
+
     query, keys, values = new_rows(layer, 8, seed=2)
     tail = paged(layer, (5, 5), seed=3)
     found = attend(query, keys, values, [AttentionJob(2, 1, tail, tail.lengths, 45, None, Prefix())])

@@ -106,14 +106,14 @@ def _raise() -> None:
 class _Strange(CompressedLayer):
     """A compressed layer whose attention goes wrong."""
 
-    faults = ("attend", "late attend", "wrong shape", "nan", "mutate query")
+    faults = ("attend", "late attend", "parts", "wrong shape", "nan", "mutate query")
 
     def __init__(self, surviving: HeadMap, fault: str) -> None:
         self.surviving, self.fault, self.calls = surviving, fault, 0
 
     def attend(self, query: torch.Tensor, state: AttentionState) -> None:
         self.calls += 1
-        if self.fault == "attend" or (self.fault == "late attend" and self.calls == 9):
+        if self.fault in {"attend", "parts"} or (self.fault == "late attend" and self.calls == 9):
             raise RuntimeError("attend broke")
         if self.fault == "wrong shape":
             state.acc = state.acc[:, :, :1]
@@ -122,6 +122,10 @@ class _Strange(CompressedLayer):
             state.top.fill_(float("nan"))
         if self.fault == "mutate query":
             query.fill_(float("inf"))
+
+    def parts(self) -> None:
+        if self.fault == "parts":
+            raise RuntimeError("parts broke")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ from vericache_core.runtime.sampling_params import SamplingParams
 PROMPT = prompt(37, seed=8)
 PARAMS = SamplingParams(max_new_tokens=24, repetition_penalty=1.2)
 RAISING = ("compress", "exit", "none", "observer", "missing layer", "too few layers", "heads", "tokens", "map", "negative",
-           "empty head", "attend", "late attend", "wrong shape", "extend", "extend forgets")  # fmt: skip
+           "empty head", "attend", "late attend", "parts", "wrong shape", "extend", "extend forgets")  # fmt: skip
 SILENT = ("mutate", "nan", "mutate query", "keep", "extend mutates")
 
 
@@ -101,6 +102,41 @@ def test_a_compressor_that_cannot_be_attached_is_an_error_before_anything_runs(f
     with pytest.raises(CompressorFault, match=f"{fault} broke"):
         ours.generate(PROMPT, PARAMS, compressor="faulty")
     assert ours.loop.steps == 0
+
+
+def test_codes_are_attended_to_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine drafts from packed codes without decoding any of them, and commits what it would without drafts."""
+    kivi = pytest.importorskip("vericache_compressor_kivi", reason="the kivi compressor is not installed")
+    plugin = importlib.import_module("vericache_compressor_kivi.plugin")
+    settings = {"compressor": "kivi", "options": {"bits": 4, "group": 8, "residual": 16}, "attention": "numba"}
+    ours = engine_over(model("llama"), specs=list(plugin.vericache_compressors()), **settings)
+    (expected,) = ours.generate(PROMPT, PARAMS, compressor=None, record_logits=True)
+    for codec in (kivi.KeyCodec, kivi.ValueCodec):
+        monkeypatch.setattr(codec, "decode", lambda *_: _broke())
+    (found,) = ours.generate(PROMPT, PARAMS, record_logits=True)
+    assert_same(found, expected)
+    assert not found.metrics.degraded
+    assert found.metrics.accepted
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("how", ["raises", "wrong shape"])
+def test_a_rotation_that_fails_drops_its_requests_one_by_one(how: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turbo = pytest.importorskip("vericache_compressor_turboquant.compressor", reason="turboquant is not installed")
+    plugin = importlib.import_module("vericache_compressor_turboquant.plugin")
+    specs = list(plugin.vericache_compressors())
+    ours = engine_over(model("llama"), specs=specs, compressor="turboquant", attention="numba")
+    expected = ours.generate([PROMPT, PROMPT[5:]], PARAMS, compressor=None, record_logits=True)
+    wrong = {"raises": lambda *_: _broke(), "wrong shape": lambda _, rows: rows[..., :1]}
+    monkeypatch.setattr(turbo.RotatedSpace, where, wrong[how])
+    found = ours.generate([PROMPT, PROMPT[5:]], PARAMS, record_logits=True)
+    for ours_, theirs in zip(found, expected, strict=True):
+        assert_same(ours_, theirs)
+        assert len(ours_.metrics.degraded) == 1
+
+
+def _broke() -> Any:
+    raise RuntimeError("it broke")
 
 
 def test_after_a_fault_the_model_is_as_before() -> None:

@@ -19,7 +19,6 @@ float32; an engine uses one of them throughout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import e, log2
 from typing import Any
 
 import numpy as np
@@ -29,46 +28,17 @@ from numba import carray, get_num_threads, njit, prange
 from torch import Tensor
 
 from vericache_core.attention.numba_bits import as_pointer
+from vericache_core.attention.numba_codes import start_numba
 from vericache_core.attention.numba_panels import DOT, FLOAT32, FORMS, LINE, lay_out_panel
-from vericache_core.attention.numba_softmax import make_soften, power_of_two
-from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
-from vericache_core.attention.paged import AttentionJob, start_state
+from vericache_core.attention.numba_products import HAVE_DOT, LOG2_E, carve, product, soften
+from vericache_core.attention.numba_softmax import power_of_two
+from vericache_core.attention.numba_tiles import COLUMNS, TILE
+from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.places import lay_out
 from vericache_core.attention.shares import share_out
 from vericache_core.cache.pages import PAGE
 
-LOG2_E = log2(e)
-HAVE_DOT = has_dot()
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-_float32_tile, _soften_exact = make_tile("float32"), make_soften(rounded=False)
-# Without the instruction the names must exist and are never called.
-_dot_tile = make_tile("dot") if HAVE_DOT else _float32_tile
-_soften_rounded = make_soften(rounded=True) if HAVE_DOT else _soften_exact
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _product(
-    form: Any, rows: Any, factors: Any, panel: Any, count: Any, start: Any, target: Any, columns: Any, ahead: Any
-) -> None:
-    """``target = start + factors @ panel`` in tiles: ``count`` rows of the panel, ``columns`` of it, a multiple of ``COLUMNS``.
-
-    ``factors``, ``panel``, ``start`` and ``target`` are (address, step in bytes). On the way it asks for cache lines, as
-    many as all tiles together have rows of the panel: ``ahead`` is (address, most).
-    """
-    (a, a_step), (b, b_step), (first, first_step), (c, c_step) = factors, panel, start, target
-    next_line, lines = ahead
-    for row in range(0, rows, TILE):
-        tall = min(rows - row, TILE)
-        for column in range(0, columns * 4, COLUMNS * 4):
-            fetched = (next_line, LINE if lines > 0 else 0)
-            next_line, lines = next_line + count * fetched[1], lines - count
-            own, wide = (a + row * a_step, a_step), (b + column, b_step)
-            old, new = (first + row * first_step + column, first_step), (c + row * c_step + column, c_step)
-            if form == DOT:
-                _dot_tile(tall, own, wide, count, old, new, fetched)
-            else:
-                _float32_tile(tall, own, wide, count, old, new, fetched)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -83,31 +53,7 @@ def _weigh_alone(form: Any, weights: Any, steps: Any, seen: Any, panel: Any, tot
             for d in range(padded):
                 part[d] = words[d] & keep
             at = spare
-        _product(form, 1, (weights + step * 4, 0), (at, line), 1, (total, 0), (total, 0), padded, (at, 0))
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _soften(form: Any, scores: Any, pairs: Any, factor: Any, begin: Any, end: Any, top: Any) -> Any:
-    """See ``numba_softmax.py``; the dot form multiplies rounded weights."""
-    if form == DOT:
-        return _soften_rounded(scores, pairs, factor, begin, end, top)
-    return _soften_exact(scores, pairs, factor, begin, end, top)
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _carve(sizes: Any) -> Any:
-    """Addresses of blocks of ``sizes`` bytes, each on cache lines of its own, and the array that they lie in."""
-    total = LINE
-    for size in sizes:
-        total += (size + LINE - 1) // LINE * LINE
-    array = np.empty(total, np.uint8)
-    places = np.empty(len(sizes), np.int64)
-    # Signed, because Numba turns a sum of signed and unsigned integers into a float.
-    place = (np.int64(array.ctypes.data) + LINE - 1) // LINE * LINE
-    for index, size in enumerate(sizes):
-        places[index] = place
-        place += (size + LINE - 1) // LINE * LINE
-    return places, array
+        product(form, 1, (weights + step * 4, 0), (at, line), 1, (total, 0), (total, 0), padded, (at, 0))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -122,7 +68,7 @@ def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
     first_head, count, steps = kv_head * group, (high - low) * group, PAGE // unit
     line, query_line, weight_line = padded * 4, words * 4, PAGE * 4 // unit
     panels = (words * PAGE * 4, steps * line, line, PAGE * 4)
-    places, scratch = _carve((count * query_line, count * line, count * PAGE * 4, count * weight_line, *panels))
+    places, scratch = carve((count * query_line, count * line, count * PAGE * 4, count * weight_line, *panels))
     queries, sums, scores, pairs = places[0], places[1], places[2], places[3]
     keys, values, spare, zeros = places[4], places[5], places[6], places[7]
     weights = pairs if form == DOT else scores
@@ -164,11 +110,11 @@ def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
         ahead = (next_keys + early_keys * LINE, key_lines - early_keys)
         columns = min((last - page * PAGE + COLUMNS - 1) // COLUMNS * COLUMNS, PAGE)
         target = (scores, PAGE * 4)
-        _product(form, count, (queries, query_line), (keys, PAGE * 4), words, (zeros, 0), target, columns, ahead)
+        product(form, count, (queries, query_line), (keys, PAGE * 4), words, (zeros, 0), target, columns, ahead)
         for r in range(count):
             if ends[r] > begins[r]:
                 own, halves = scores + r * PAGE * 4, pairs + r * weight_line
-                peak, mass = _soften(form, own, halves, factor, begins[r], ends[r], tops[r])
+                peak, mass = soften(form, own, halves, factor, begins[r], ends[r], tops[r])
                 if peak != tops[r]:
                     decay = power_of_two(tops[r] - peak)
                     tops[r], totals[r] = peak, totals[r] * decay
@@ -188,7 +134,7 @@ def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
         if end > begin:
             ahead = (next_values + early_values * LINE, value_lines - early_values)
             own, panel, target = (weights + begin * 4, weight_line), (values + begin * line, line), (sums, line)
-            _product(form, count, own, panel, end - begin, target, target, padded, ahead)
+            product(form, count, own, panel, end - begin, target, target, padded, ahead)
         for r in range(count):
             if ends[r] > begins[r]:
                 part, seen = (max(begins[r] // unit, end), (ends[r] + unit - 1) // unit), (begins[r], ends[r])
@@ -243,12 +189,9 @@ def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[Att
         return query.new_zeros((rows, heads, values.shape[2]), dtype=torch.float32)
     at = lay_out(jobs, rows, keys.shape[1])
     _store(_bits(keys), _bits(values), at.key_pages, at.value_pages, at.tables, at.limits, at.used)
-    state = start_state(query, values.shape[2], jobs, scaling)
-    form = FORMS[keys.dtype]
-    if HAVE_DOT and query.dtype == keys.dtype == torch.bfloat16 and query.shape[2] % 2 == 0:
-        form, own = DOT, query
-    else:
-        own = query.float()
+    dot = HAVE_DOT and query.dtype == keys.dtype == torch.bfloat16 and query.shape[2] % 2 == 0
+    form, own = (DOT, query) if dot else (FORMS[keys.dtype], query.float())
+    top, total, acc = start_numba(query, keys.shape[1], values.shape[2], jobs, scaling, dot=dot)
     places = (at.key_pages, at.value_pages, at.tables, at.limits, at.starts)
     # Words of 32 bits either way (a pair of bfloat16, a float32): one type, so one compiled kernel.
     _attend(
@@ -257,11 +200,11 @@ def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[Att
         form,
         *places,
         *share_out(jobs, keys.shape[1], get_num_threads()),
-        (state.top * LOG2_E).numpy(),
-        state.total.numpy(),
-        state.acc.numpy(),
+        top.numpy(),
+        total.numpy(),
+        acc.numpy(),
     )
-    return state.acc
+    return acc
 
 
 def _bits(rows: Tensor) -> npt.NDArray[Any]:

@@ -41,7 +41,7 @@ def _interleave(context: Any, low: Any, high: Any, target: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _float16_word(context: Any, bits: Any) -> Any:
+def float16_word(context: Any, bits: Any) -> Any:
     """The word of a float32 from the bits of a float16."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -92,4 +92,4 @@ def lay_out_panel(form: Any, rows: Any, steps: Any, width: Any, panel: Any, pane
                 words[step, d] = np.uint32(halves[step, d]) << np.uint32(16)
         else:
             for d in range(width):
-                words[step, d] = _float16_word(halves[step, d])
+                words[step, d] = float16_word(halves[step, d])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.attention.online import AttentionState
+from vericache_core.attention.sources import CodedPart
 from vericache_core.cache.pages import PAGE, PagedRows, pages_for
 
 
@@ -27,6 +28,9 @@ class Prefix(Protocol):
 
     def attend(self, query: Tensor, state: AttentionState) -> None:
         """See :meth:`vericache_core.kv.CompressedLayer.attend`."""
+
+    def parts(self) -> Sequence[CodedPart] | None:
+        """See :meth:`vericache_core.kv.CompressedLayer.parts`."""
 
 
 @dataclass(slots=True)

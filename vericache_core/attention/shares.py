@@ -30,6 +30,11 @@ def share_out(jobs: Sequence[AttentionJob], kv_heads: int, threads: int) -> tupl
     return _plan(tuple((job.first, job.count, *keys) for job, keys in zip(jobs, seen, strict=True)), kv_heads, threads)
 
 
+def share_out_spans(spans: tuple[tuple[int, int, int], ...], kv_heads: int, threads: int) -> tuple[Index, Index]:
+    """The same for ``(first row, rows, keys)`` of each job, all of which every row sees."""
+    return _plan(tuple((first, count, *[keys] * kv_heads) for first, count, keys in spans), kv_heads, threads)
+
+
 @lru_cache(maxsize=64)
 def _plan(jobs: tuple[tuple[int, ...], ...], kv_heads: int, threads: int) -> tuple[Index, Index]:
     """The better of two plans: rows in as few blocks as may be, or in twice as many; the layers of a step share it."""

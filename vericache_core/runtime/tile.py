@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
+from vericache_core.attention.sources import CodedPart, Turn
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model.adapter import ModelAdapter, layer_index
@@ -112,8 +114,46 @@ class _Guarded:
             if _shapes(state) != shapes:
                 raise ValueError(f"attend() left a softmax state of {_shapes(state)}, expected {shapes}")  # noqa: TRY301
         except Exception as error:
-            fault = CompressorFault("a compressor failed while its KV was attended to", cause=describe(error))
-            raise StepFault(self._request, fault) from error
+            raise _fault(self._request, error) from error
+
+    def parts(self) -> Sequence[CodedPart] | None:
+        try:
+            parts = self._prefix.parts()
+            if parts is None:
+                return None
+            return [self._guarded(part) for part in parts]
+        except Exception as error:
+            raise _fault(self._request, error) from error
+
+    def _guarded(self, part: CodedPart) -> CodedPart:
+        return part if part.turn is None else replace(part, turn=_GuardedTurn(part.turn, self._request))
+
+
+@dataclass(frozen=True)
+class _GuardedTurn:
+    """A plugin's rotation; requests whose rotations are equal share a call, and a fault is pinned on one of them."""
+
+    turn: Turn
+    request: Request = field(compare=False)
+
+    def forward(self, query: Tensor) -> Tensor:
+        return self._same_shape(self.turn.forward, query)
+
+    def backward(self, acc: Tensor) -> Tensor:
+        return self._same_shape(self.turn.backward, acc)
+
+    def _same_shape(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        try:
+            turned = function(rows)
+            if turned.shape != rows.shape or turned.dtype != rows.dtype:
+                raise ValueError(f"a rotation of {tuple(rows.shape)} gave {tuple(turned.shape)} {turned.dtype}")  # noqa: TRY301
+        except Exception as error:
+            raise _fault(self.request, error) from error
+        return turned
+
+
+def _fault(request: Request, error: Exception) -> StepFault:
+    return StepFault(request, CompressorFault("a compressor failed while its KV was attended to", cause=describe(error)))
 
 
 def _shapes(state: AttentionState) -> list[str]:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from vericache_compressor_turboquant.codecs import RotatedCodec, SpaceCodec, UniformCodec
 from vericache_compressor_turboquant.options import TurboQuantOptions
-from vericache_compressor_turboquant.rotation import rotation
+from vericache_compressor_turboquant.rotation import Rotation, rotation
 from vericache_core import Codec, LayerDescriptor, QuantizationCompressor
 from vericache_core.attention.fused import fold_fused
 from vericache_core.attention.online import AttentionState
+from vericache_core.attention.sources import CodedPart, exact_of
 from vericache_core.coded import CodedLayer, CodedRows
 from vericache_core.errors import OptionError
 
 ALGORITHM = 1
 """Version of rotation, codebook and layout; raised whenever the same codes would decode to something else."""
+
+
+@dataclass(frozen=True)
+class RotatedSpace:
+    """The way of queries into the space of the keys' codes, and of sums of values out of that of theirs."""
+
+    keys: Rotation | None
+    values: Rotation | None
+
+    def forward(self, query: Tensor) -> Tensor:
+        return query if self.keys is None else self.keys.forward(query)
+
+    def backward(self, acc: Tensor) -> Tensor:
+        return acc if self.values is None else self.values.backward(acc)
 
 
 class RotatedLayer(CodedLayer):
@@ -38,6 +54,16 @@ class RotatedLayer(CodedLayer):
             part.acc = values.rotation.backward(part.acc)
         state.merge(part)
         state.fold(query, self.keys.exact, self.values.exact)
+
+    def parts(self) -> Sequence[CodedPart] | None:
+        keys, values = self.keys.coded_sources, self.values.coded_sources
+        exact_keys, exact_values = exact_of(self.keys.exact), exact_of(self.values.exact)
+        if keys is None or values is None or exact_keys is None or exact_values is None:
+            return None
+        assert isinstance(self.keys.codec, SpaceCodec)
+        assert isinstance(self.values.codec, SpaceCodec)
+        space = RotatedSpace(self.keys.codec.rotation, self.values.codec.rotation)
+        return [CodedPart(keys, values, keys.tokens, space), CodedPart(exact_keys, exact_values, exact_keys.tokens)]
 
 
 def rotated_pieces(rows: CodedRows, limit: int) -> Iterator[Tensor]:
