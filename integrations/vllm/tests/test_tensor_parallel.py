@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-# Two ranks need processes of their own, one core each.
+# Two ranks need processes of their own, one core each where there are two.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{min(os.sched_getaffinity(0))}|{max(os.sched_getaffinity(0))}"
 from vllm import SamplingParams
 
 from vericache_vllm.drafter import CompressedDrafter

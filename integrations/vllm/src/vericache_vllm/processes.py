@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+LONGEST_ROUND = 15.0
+"""Most seconds that one look at a child counts for: longer ones mean that the machine paused, the child too."""
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:
@@ -88,13 +92,18 @@ class Service:
         self._process.wait()
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
+        waited, before = 0.0, time.monotonic()
+        while True:
+            # Asked first: whoever answers on the port of a child that ended is somebody else.
             if self._process.poll() is not None:
                 raise RemoteError(f"{self.command[0]} ended with status {self._process.returncode}", cause=self._last_words())
-            if time.monotonic() > deadline:
+            if ready():
+                return
+            if waited > seconds:
                 raise RemoteError(f"{self.command[0]} was not ready after {seconds:g} s", cause=self._last_words())
             time.sleep(0.2)
+            now = time.monotonic()
+            waited, before = waited + min(now - before, LONGEST_ROUND), now
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
