@@ -124,6 +124,9 @@ class EngineConfig:
     attention: Literal["auto", "reference", "numba", "triton"] = option(
         "auto", help="implementation of attention; auto: triton on CUDA and numba on the CPU, where installed"
     )
+    audit_every: int | None = option(
+        None, help="decode every N-th drafted answer once more, plainly, and compare; none for never", unit="answers", ge=1
+    )
     require_conformant: bool = option(False, help="refuse compressors without a valid conformance passport")
     disable_plugins: tuple[str, ...] = option((), help="compressors or distributions that may not be used")
 

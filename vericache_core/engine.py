@@ -42,6 +42,7 @@ from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request, describe
 from vericache_core.runtime.reuse import open_reuse
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.audit import IdentityAudit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,6 +95,7 @@ class Job:
         self, request: Request, step: Callable[[], object], drop: Callable[[], None], output: Callable[[], RequestOutput]
     ) -> None:
         self._request, self._step, self._drop, self._output = request, step, drop, output
+        self._result: RequestOutput | None = None
 
     @property
     def number(self) -> int:
@@ -118,7 +120,9 @@ class Job:
         """Run steps until it is finished and return its output."""
         while not self._request.finished:
             self._step()
-        return self._output()
+        if self._result is None:  # once: an answer is audited when it is handed out first
+            self._result = self._output()
+        return self._result
 
 
 class Engine:
@@ -146,6 +150,7 @@ class Engine:
         further = () if self.config.shapes == "one" else (max(2, rows // 4), max(2, rows // 2), 2 * rows, 3 * rows, 4 * rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
         self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
+        self.audit = None if self.config.audit_every is None else IdentityAudit(self, None, self.config.audit_every)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
         self._eos = ending_ids(model, tokenizer)
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
@@ -247,7 +252,7 @@ class Engine:
             finally:
                 for request in requests:
                     self._drop(request)
-            return [self._output(request) for request in requests]
+            return [self._audited(request) for request in requests]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, compressor: str | None = _CONFIGURED
@@ -274,7 +279,7 @@ class Engine:
                 seen += len(fresh)
                 text = request.output.take_delta()
                 if fresh or text or done:
-                    yield StreamChunk(text, fresh, self._output(request) if done else None)
+                    yield StreamChunk(text, fresh, self._audited(request) if done else None)
         finally:
             with self._lock:
                 self._drop(request)
@@ -309,7 +314,7 @@ class Engine:
             with self._lock:
                 self._drop(request)
 
-        return Job(request, self.step, drop, lambda: self._output(request))
+        return Job(request, self.step, drop, lambda: self._audited(request))
 
     def step(self) -> bool:
         """Run one step of everything that was submitted; False when there is nothing left to run."""
@@ -457,6 +462,12 @@ class Engine:
         if not request.finished:
             request.output.close("cancelled")
         self.loop.remove(request)
+
+    def _audited(self, request: Request) -> RequestOutput:
+        output = self._output(request)
+        if self.audit is not None and output.metrics.identical is None:
+            output.metrics.identical = self.audit.consider(output, request.params)
+        return output
 
     def _output(self, request: Request) -> RequestOutput:
         output = request.output

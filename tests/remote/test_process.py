@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +86,49 @@ def test_draft_check_and_stop(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert json.loads(capsys.readouterr().out)["bytes_per_second"] > 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def scraped(address: str) -> str:
+    """What a store's metrics say."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restarted_store_computes_no_prefix_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: signal.Signals
+) -> None:
+    """Two lives of a store process over one prefix store; the second loads what the first computed."""
+    link = ["--remote-token-file", token_file(folder)]
+    shared = len(PREFIX)  # a token is a byte
+    own = len(TASKS[0]) + len(TASKS[1])
+    right = expected(capsys, folder)
+    computed, loaded, compressions = [], [], []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            metrics = f"127.0.0.1:{free.getsockname()[1]}"
+        arguments = ["--prefix-store", f"file://{tmp_path}?chunk=128&timeout=60", "--metrics", metrics, "--audit-every", "1"]
+        with serving(folder, *arguments) as (process, address):
+            found = drafted(capsys, folder, "--remote", address, *link)
+            assert [output["token_ids"] for output in found["outputs"]] == right
+            assert all(output["mode"] == "remote" and not output["degraded"] for output in found["outputs"])
+            deadline = time.monotonic() + 60
+            while len(list(tmp_path.glob("blobs/*-*"))) < 5 and time.monotonic() < deadline:  # a note, 2 chunks, tail, codes
+                time.sleep(0.1)
+            text = scraped(metrics)
+            values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+            computed.append(values['vericache_prompt_tokens_total{source="computed"}'])
+            loaded.append(values.get('vericache_prompt_tokens_total{source="store"}', 0.0))
+            compressions.append(values.get('vericache_compress_seconds_count{compressor="random"}', 0.0))
+            assert values['vericache_identity_mismatch_total{compressor="none"}'] == 0
+            assert values.get('vericache_identity_mismatch_total{compressor="random"}', 0.0) == 0
+            process.send_signal(end)
+            process.wait(30)
+    assert loaded == [0, shared]
+    assert compressions == [1, 0]
+    assert computed[0] - computed[1] >= shared - own  # but for rows of audits, which take nothing from the store
 
 
 @pytest.mark.slow

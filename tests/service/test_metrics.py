@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
 
 from tests.models import build
 from vericache_core import Engine, EngineConfig, SamplingParams
 from vericache_core.cache.tiers import HostStore
 from vericache_core.errors import ConfigError, MissingDependencyError
 from vericache_core.runtime.background import BackgroundVerify
+from vericache_core.runtime.choose import Choice
 from vericache_core.runtime.observer import LoopObserver
+from vericache_core.runtime.request import Request
 from vericache_core.service.audit import IdentityAudit
 from vericache_core.service.metrics import Metrics
 from vericache_core.service.watch import EngineWatch
@@ -29,6 +35,7 @@ NAMES = {
     "vericache_accepted_tokens_per_position_total",
     "vericache_kv_bytes",
     "vericache_swap_bytes_total",
+    "vericache_prompt_tokens_total",
     "vericache_swap_seconds",
     "vericache_compress_seconds",
     "vericache_verify_seconds",
@@ -81,6 +88,9 @@ def test_every_counter_of_a_run_equals_that_of_its_requests() -> None:
     swapped = sum(m.swap_bytes for m in drafting)
     assert swapped > 0
     assert value(metrics, "vericache_swap_bytes_total", direction="in") == swapped
+    offloaded = sum(output.metrics.offload_bytes for output in outputs)
+    assert value(metrics, "vericache_swap_bytes_total", direction="out") == offloaded > 0
+    assert value(metrics, "vericache_prompt_tokens_total", source="computed") == sum(o.metrics.prefilled for o in outputs)
     assert value(metrics, "vericache_swap_seconds_sum") == pytest.approx(sum(m.swap_seconds for m in drafting))
     assert value(metrics, "vericache_compress_seconds_count", **by) == 2
     for phase in ("verify", "compress"):
@@ -148,8 +158,6 @@ def test_near_ties_are_counted_where_two_tokens_hardly_differ() -> None:
 
 
 def test_an_audit_finds_a_wrong_answer_and_no_other() -> None:
-    import dataclasses
-
     metrics = Metrics()
     assert value(metrics, "vericache_identity_mismatch_total", compressor="none") == 0
     with engine() as ours:
@@ -169,6 +177,49 @@ def test_an_audit_finds_a_wrong_answer_and_no_other() -> None:
         assert value(metrics, "vericache_identity_mismatch_total", compressor="random") == 1
         with pytest.raises(ConfigError, match="every: expected 1 or more"):
             IdentityAudit(ours, metrics, every=0)
+
+
+def test_audit_every_is_the_switch_of_an_engine() -> None:
+    metrics = Metrics()
+    with engine(audit_every=2) as ours:
+        EngineWatch.attach(ours, metrics)
+        assert ours.audit is not None
+        outputs = ours.generate(PROMPTS, PARAMS, compressor=["random", None, "random"])
+        assert [output.metrics.identical for output in outputs] == [None, None, True]
+        job = ours.submit(PROMPTS[1], PARAMS)
+        assert job.result().metrics.identical is None
+        last = list(ours.stream(PROMPTS[1], PARAMS))[-1].output
+        assert last is not None
+        assert last.metrics.identical is True
+        assert (ours.audit.audited, ours.audit.mismatches) == (2, 0)
+        assert value(metrics, "vericache_identity_mismatch_total", compressor="random") == 0
+        commit = Request.commit
+
+        def wrong(self: Request, choice: Choice, logits: Tensor) -> None:
+            commit(self, dataclasses.replace(choice, token=choice.token ^ 1) if self.compressor else choice, logits)
+
+        with patch.object(Request, "commit", wrong):
+            outputs = ours.generate([PROMPTS[1]] * 2, PARAMS)
+        assert [output.metrics.identical for output in outputs] == [None, False]
+        assert (ours.audit.audited, ours.audit.mismatches) == (3, 1)
+        assert value(metrics, "vericache_identity_mismatch_total", compressor="random") == 1
+
+
+def test_what_a_prefix_store_did_is_told_by_tenant(tmp_path: Path) -> None:
+    metrics = Metrics()
+    with engine(prefix_store=f"file://{tmp_path}?chunk=128&timeout=60") as ours:
+        EngineWatch.attach(ours, metrics)
+        assert ours.reuse is not None
+        for _ in range(2):
+            ours.generate([PROMPTS[0]], PARAMS)
+            assert ours.reuse.saver.flush(60)
+    name = "vericache_prefix_store_events_total"
+    for event, count in (("chunks_saved", 1), ("chunks_loaded", 1), ("compressed_saved", 1), ("compressed_loaded", 1)):
+        assert value(metrics, name, event=event, tenant="none") == count
+    assert value(metrics, "vericache_prompt_tokens_total", source="store") == 128
+    assert value(metrics, "vericache_prompt_tokens_total", source="computed") == 149 + 21
+    moved = {way: value(metrics, "vericache_prefix_store_bytes_total", direction=way, tenant="none") for way in ("in", "out")}
+    assert moved["in"] > moved["out"] > 0  # with the headers of the blobs
 
 
 def test_services_do_not_share_counters() -> None:

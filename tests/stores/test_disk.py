@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
+from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout, UsageError
 from vericache_core.stores import disk, memory
 from vericache_core.stores.blobs import BlobStore
 from vericache_core.stores.disk import DiskBlobs
@@ -87,13 +87,13 @@ def test_a_second_put_of_a_key_is_dropped(store: DiskBlobs) -> None:
 
 @pytest.mark.parametrize("key", ["../x", "a/b", "a\x00", "", "A", "a" * 129, ".", "..", "a.b", "ключ"])
 def test_a_key_cannot_lead_elsewhere(store: DiskBlobs, key: str) -> None:
-    with pytest.raises(StoreError, match="is no key"):
+    with pytest.raises(UsageError, match="is no key"):
         get(store, key)
-    with pytest.raises(StoreError, match="is no key"):
+    with pytest.raises(UsageError, match="is no key"):
         put(store, key, b"x")
-    with pytest.raises(StoreError, match="is no key"):
+    with pytest.raises(UsageError, match="is no key"):
         store.delete(key, deadline=soon())
-    with pytest.raises(StoreError, match="is no key"):
+    with pytest.raises(UsageError, match="is no key"):
         store.contains(["a", key], deadline=soon())
     assert not store.folder.exists() or not files(store.folder)
 

@@ -251,6 +251,30 @@ def test_each_error_as_what_it_is(
     assert len(one.store.calls) == attempts
 
 
+@pytest.mark.parametrize("reply", [7, "text", object(), [b"blob"], {"k": 1}, True, ...])
+def test_nonsense_is_a_fault_of_the_store_and_no_end_of_its_thread(setting: Callable[..., Setting], reply: Any) -> None:
+    one = setting(attempts=1, failures=3, workers=1, max_threads=1)
+    store: Any = one.store
+    store.get = lambda key, *, deadline: reply
+    for _ in range(3):
+        with pytest.raises(StoreError, match="no blob"):
+            one.client.get("k").result(60)
+    counts = one.client.counts
+    assert (counts.failed, counts.hits, counts.hung, counts.threads) == (3, 0, 0, 1)
+    assert one.client.breaker.state == "open"
+
+
+@pytest.mark.parametrize("reply", [None, 7, [], [True], [True, False, True], "ab", {"k": True, "l": False}])
+def test_nonsense_about_keys_is_a_fault_of_the_store(setting: Callable[..., Setting], reply: Any) -> None:
+    one = setting(attempts=1)
+    store: Any = one.store
+    store.contains = lambda keys, *, deadline: reply
+    with pytest.raises(StoreError, match="2 keys"):
+        one.client.contains(["k", "l"]).result(60)
+    store.contains = lambda keys, *, deadline: [True, False]
+    assert one.client.contains(["k", "l"]).result(60) == [True, False]
+
+
 def test_breaker_refuses_at_once_and_probes_later(setting: Callable[..., Setting]) -> None:
     one = setting(attempts=1, failures=3, rest=5.0)
     one.store.script["k"] = raising(StoreError("down"))

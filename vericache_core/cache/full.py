@@ -121,6 +121,11 @@ class FullKV:
         """Bytes swapped in so far."""
         return 0 if self._store is None else self._store.moved_bytes
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that the device gave to the tier so far; what a prefix store gave to it is not among them."""
+        return 0 if self._store is None else self._store.written_bytes
+
     def device_pages(self, layer: int) -> PagedRows:
         """Pages of a layer that stays on the device. Rows from ``tokens`` on are scratch for drafts."""
         return self._device[layer]

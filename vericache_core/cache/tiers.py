@@ -27,7 +27,7 @@ class TierStore(ABC):
 
     Attributes:
         moved_bytes: bytes read back so far.
-        written_bytes: bytes written so far.
+        written_bytes: bytes of rows that steps wrote so far.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,6 @@ class HostStore(TierStore):
         home = self._home(layer, first + len(parts))
         for page, part in enumerate(parts, first):
             fill_page(home.page(page), *part)
-        self.written_bytes += keys.nbytes + values.nbytes
 
     def _home(self, layer: LayerDescriptor, pages: int) -> PagedRows:
         """Rows of ``layer``, grown to ``pages`` pages."""
@@ -188,7 +187,6 @@ class DiskStore(TierStore):
             for part in parts:
                 offset = self._move(part, offset, "written")
             self._pages = max(self._pages, page + 1)
-        self.written_bytes += keys.nbytes + values.nbytes
 
     def _transfer(self, layer: LayerDescriptor, page: int, slot: PagedRows, verb: str) -> None:
         offset = page * self._record + self._offsets[layer.index]

@@ -226,5 +226,6 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
         "drafted": metrics.drafted,
         "accepted": metrics.accepted,
         "rounds": metrics.rounds,
+        "identical": metrics.identical,
         "degraded": metrics.degraded,
     }

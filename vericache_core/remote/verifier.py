@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 from vericache_core.engine import Engine
 from vericache_core.errors import RemoteError, RemoteRefused, VeriCacheError
+from vericache_core.remote.audit import TwinAudit
 from vericache_core.remote.frames import Message, RunningDigest
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.prepare import Ask, Preparations
@@ -76,6 +77,7 @@ class Verifier:
         self.sessions: dict[str, Session] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._preparations = Preparations(engine, self.shelf, limits.sessions)
+        self._audit = TwinAudit(engine)
         self._by_request: dict[int, Session] = {}
         self._thread = threading.Thread(target=self._run, name="vericache-verifier", daemon=True)
         self._thread.start()
@@ -191,6 +193,7 @@ class Verifier:
         for session in list(self.sessions.values()):
             self._drop(session, error)
         self._preparations.end(error)
+        self._audit.end()
 
     def _open(self, ask: Ask, prefix: Prefix) -> Session:
         try:
@@ -201,7 +204,7 @@ class Verifier:
             full = self.engine.make_full_kv(None, tier)
             full.begin_with(prefix.full.device_pages, prefix.tokens)
             request = self.engine.make_request(ask.ids, ask.params, full)
-            request.tenant = ask.tenant
+            request.tenant, request.metrics.compressor = ask.tenant, ask.compressor
             if not request.finished:
                 self.engine.loop.add(request)
         except VeriCacheError:
@@ -248,6 +251,7 @@ class Verifier:
     def _settle(self) -> None:
         """Hand out what the last step decided."""
         self._preparations.settle()
+        self._audit.settle()
         for session in list(self._by_request.values()):
             request = session.request
             if session.waiting is None and not session.generate:
@@ -272,6 +276,7 @@ class Verifier:
                 waiting.set_exception(answer)
         if request.finished:
             self._by_request.pop(request.number, None)
+            self._audit.begin(request)
 
     def _verdict(self, session: Session) -> Message:
         request = session.request

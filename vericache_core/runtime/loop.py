@@ -177,6 +177,7 @@ class StepLoop:
         for request in finished:
             request.metrics.new_tokens = len(request.generated)
             request.metrics.swap_bytes += request.full.moved_bytes
+            request.metrics.offload_bytes += request.full.offloaded_bytes
             self.remove(request)
         return finished
 

@@ -25,6 +25,7 @@ class RequestMetrics:
         steps: model steps this request had rows in.
         prompt_tokens, new_tokens: lengths.
         swap_bytes: bytes of full KV moved to the device.
+        offload_bytes: bytes of full KV moved from the device to its tier.
         swap_seconds: time its swaps kept the link busy, hidden behind compute or not.
         peak_device_kv_bytes: most device KV held at once: draft KV, resident full KV and ring slots.
         full_kv_bytes: bytes of the full KV rows, wherever they live.
@@ -39,6 +40,7 @@ class RequestMetrics:
         preemptions: times it gave everything back to let others run.
         windows: window of each round, where they are chosen (``window="auto"``); 0 is one plain token.
         mode: ``plain``, ``pinned`` or ``offloaded``.
+        identical: whether an audit found the answer to be that of plain decoding; None if it was not audited.
         degraded: why the request fell back to plain decoding or recomputed, if it did.
     """
 
@@ -53,6 +55,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     new_tokens: int = 0
     swap_bytes: int = 0
+    offload_bytes: int = 0
     swap_seconds: float = 0.0
     peak_device_kv_bytes: int = 0
     full_kv_bytes: int = 0
@@ -69,6 +72,7 @@ class RequestMetrics:
     preemptions: int = 0
     windows: list[int] = field(default_factory=list)
     mode: str = "plain"
+    identical: bool | None = None
     degraded: list[str] = field(default_factory=list)
 
     @property

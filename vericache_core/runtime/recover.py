@@ -77,6 +77,7 @@ class Recovery:
     def start_over(self, request: Request) -> None:
         """Drop both caches; the tokens stay, and a prefill computes their rows again."""
         request.metrics.swap_bytes += request.full.moved_bytes
+        request.metrics.offload_bytes += request.full.offloaded_bytes
         request.forget_draft()
         request.full.close()
         request.link_counted = (0.0, 0, 0.0)

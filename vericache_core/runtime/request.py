@@ -57,6 +57,7 @@ class Request:
         links: keys of the chunks of its tokens, as far as a prefix store asked for them.
         chunks_stored: first chunks that came from the store or were given to it.
         tenant: who else may not find out what it holds, in a prefix store of several tenants.
+        stored: whether a prefix store may give and take its KV.
         prefix_only: only the KV of its prompt is wanted: all of it may come from a store, and nothing need be computed.
     """
 
@@ -93,7 +94,7 @@ class Request:
         self.swapped_before = 0
         self.links: list[bytes] = []
         self.chunks_stored = 0
-        self.tenant, self.prefix_only = "", False
+        self.tenant, self.stored, self.prefix_only = "", True, False
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
 
     @property

@@ -56,7 +56,7 @@ class PrefixReuse:
         Raises:
             SwapError: the tier of its full KV failed; the store itself only ever costs time.
         """
-        if request.full.tokens:
+        if request.full.tokens or not request.stored:
             return
         started = time.perf_counter()
         if self._may_hold_compressed(request):
@@ -99,6 +99,8 @@ class PrefixReuse:
 
         Called before sliding windows move on, and only with rows of committed tokens.
         """
+        if not request.stored:
+            return
         store = self._of(request)
         chunk, before = store.chunk, request.full.tokens
         try:
@@ -134,7 +136,11 @@ class PrefixReuse:
 
     def _may_hold_compressed(self, request: Request) -> bool:
         """Whether the compressed KV of a request is worth a place: that of a prompt, not of what a preemption interrupted."""
-        if not self._compressed or request.compressor is None or request.compress_at != request.prompt_tokens:
+        if (
+            not (self._compressed and request.stored)
+            or request.compressor is None
+            or request.compress_at != request.prompt_tokens
+        ):
             return False
         return request.prefix_only or request.prompt_tokens >= self.store.chunk
 

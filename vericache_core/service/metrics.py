@@ -61,6 +61,9 @@ class Metrics:
         )
         self._kv = client.Gauge("vericache_kv_bytes", "Bytes of KV held.", ["cache", "tier"], registry=own)
         self._swap_bytes = counter("swap_bytes_total", "Bytes of KV moved; in is towards the device.", ["direction"])
+        self._prompt_tokens = counter(
+            "prompt_tokens_total", "Prompt tokens by where their KV came from: computed, or the prefix store.", ["source"]
+        )
         self._swap = histogram("swap_seconds", "Link time of the swaps of one verify.", [], _FAST)
         self._compress = histogram("compress_seconds", "Time of one compression or fold.", by, _SLOW)
         self._verify = histogram("verify_seconds", "Time of one step that verified.", by, _FAST)
@@ -91,10 +94,18 @@ class Metrics:
         """A compression, or a fold of verified rows, took ``seconds``."""
         self._compress.labels(compressor or PLAIN).observe(seconds)
 
-    def count_swap(self, nbytes: float, seconds: float, direction: Literal["in", "out"] = "in") -> None:
-        """``nbytes`` of KV crossed a link that it kept busy for ``seconds``."""
-        self._swap_bytes.labels(direction).inc(nbytes)
+    def count_swap(self, nbytes: float, seconds: float) -> None:
+        """``nbytes`` of KV came to the device over a link that it kept busy for ``seconds``."""
+        self._swap_bytes.labels("in").inc(nbytes)
         self._swap.observe(seconds)
+
+    def count_offload(self, nbytes: float) -> None:
+        """``nbytes`` of KV left the device for another tier."""
+        self._swap_bytes.labels("out").inc(nbytes)
+
+    def count_prompt(self, source: Literal["computed", "store"], tokens: int) -> None:
+        """Rows of so many prompt tokens were computed, or came out of the prefix store."""
+        self._prompt_tokens.labels(source).inc(tokens)
 
     def set_kv_bytes(self, cache: Cache, tier: Tier, nbytes: float) -> None:
         """So much KV is held now."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from vericache_core.runtime.observer import LoopObserver
 from vericache_core.service.metrics import Metrics
+from vericache_core.service.stores import StoreCollector
 
 if TYPE_CHECKING:
     from vericache_core.engine import Engine
@@ -27,6 +28,9 @@ class _Counted:
     compress_seconds: float = 0.0
     swap_bytes: int = 0
     swap_seconds: float = 0.0
+    offload_bytes: int = 0
+    prefilled: int = 0
+    prefix_tokens_loaded: int = 0
     tokens: int = 0
     near_ties: int = 0
 
@@ -48,6 +52,10 @@ class EngineWatch(LoopObserver):
         """Watch ``engine`` from its next step on, in place of whatever watched it before."""
         watch = cls(metrics)
         engine.loop.observer = watch
+        if engine.audit is not None:
+            engine.audit.metrics = metrics
+        if engine.reuse is not None:
+            metrics.registry.register(StoreCollector(engine.reuse))
         return watch
 
     def stepped(self, loop: StepLoop) -> None:
@@ -80,6 +88,16 @@ class EngineWatch(LoopObserver):
             moved = have.swap_bytes + request.full.moved_bytes  # the first is of full KV that was given up
             metrics.count_swap(moved - counted.swap_bytes, have.swap_seconds - counted.swap_seconds)
             counted.swap_bytes, counted.swap_seconds = moved, have.swap_seconds
+        offloaded = have.offload_bytes + request.full.offloaded_bytes
+        if offloaded > counted.offload_bytes:
+            metrics.count_offload(offloaded - counted.offload_bytes)
+            counted.offload_bytes = offloaded
+        if have.prefilled > counted.prefilled:
+            metrics.count_prompt("computed", have.prefilled - counted.prefilled)
+            counted.prefilled = have.prefilled
+        if have.prefix_tokens_loaded > counted.prefix_tokens_loaded:
+            metrics.count_prompt("store", have.prefix_tokens_loaded - counted.prefix_tokens_loaded)
+            counted.prefix_tokens_loaded = have.prefix_tokens_loaded
         if have.near_ties > counted.near_ties:
             metrics.count_near_ties(name, have.near_ties - counted.near_ties)
             counted.near_ties = have.near_ties

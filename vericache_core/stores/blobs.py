@@ -20,7 +20,7 @@ class BlobStore(Protocol):
     """Blobs by key. Safe to use from several threads; ``deadline`` is a point of ``time.monotonic()``.
 
     Keys are lowercase hexadecimal digests with an optional ``namespace-`` before them: ``[a-z0-9-]{1,128}``, so that they
-    are safe as file names, object names and Redis keys alike.
+    are safe as file names, object names and Redis keys alike; anything else is a ``UsageError`` (``keys.check_key``).
 
     Every method raises ``StoreTimeout`` past its deadline and ``StoreError`` for any other failure; neither leaves
     anything half written that a reader could see.

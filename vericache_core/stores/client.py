@@ -70,7 +70,7 @@ class StoreClient:
 
     def get(self, key: str, *, deadline: float | None = None) -> Future[memoryview | None]:
         """The blob, or None if there is none."""
-        return self._submit("get", lambda until: self._store.get(key, deadline=until), deadline)
+        return self._submit("get", lambda until: self._get(key, until), deadline)
 
     def put(self, key: str, parts: Sequence[Buffer], *, deadline: float | None = None, owned: bool = False) -> Future[None]:
         """Publish the concatenation of ``parts``.
@@ -84,7 +84,7 @@ class StoreClient:
     def contains(self, keys: Sequence[str], *, deadline: float | None = None) -> Future[list[bool]]:
         """For each key whether there is a blob; a hint."""
         wanted = list(keys)
-        return self._submit("contains", lambda until: self._store.contains(wanted, deadline=until), deadline)
+        return self._submit("contains", lambda until: self._contains(wanted, until), deadline)
 
     def delete(self, key: str, *, deadline: float | None = None) -> Future[None]:
         """Remove the blob, if there is one."""
@@ -128,6 +128,22 @@ class StoreClient:
             threads = self._threads | ({self._watcher} if self._watcher else set())
         for thread in threads - {threading.current_thread()}:  # a callback of a future may close the client
             thread.join(_JOIN_SECONDS)
+
+    # A backend may answer with anything: what makes no sense is a failure like any other, before anybody counts its bytes.
+
+    def _get(self, key: str, deadline: float) -> memoryview | None:
+        found: object = self._store.get(key, deadline=deadline)
+        if found is None:
+            return None
+        if not isinstance(found, bytes | bytearray | memoryview):
+            raise StoreError("the store answered with something that is no blob", cause=type(found).__name__)
+        return memoryview(found)
+
+    def _contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
+        found: object = self._store.contains(keys, deadline=deadline)
+        if not isinstance(found, list) or len(found) != len(keys):
+            raise StoreError(f"the store did not say of {len(keys)} keys whether they are there", cause=type(found).__name__)
+        return [bool(there) for there in found]
 
     def _put(self, key: str, parts: Sequence[Buffer], deadline: float) -> int:
         self._store.put(key, parts, deadline=deadline)
@@ -284,7 +300,7 @@ class StoreClient:
     def _answer(self, call: _Call, value: Any) -> None:
         counts = {"answered": 1}
         if call.what == "get":
-            counts |= {"misses": 1} if value is None else {"hits": 1, "bytes_read": len(value)}
+            counts |= {"misses": 1} if value is None else {"hits": 1, "bytes_read": length_of(value)}
         elif call.what == "put":
             counts["bytes_written"], value = value, None
         if self._settle(call, counts):

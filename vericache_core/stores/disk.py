@@ -26,7 +26,7 @@ from urllib.parse import SplitResult, unquote
 
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
 from vericache_core.stores.blobs import Buffer
-from vericache_core.stores.keys import KEY
+from vericache_core.stores.keys import KEY, check_key
 
 _RECORD = struct.Struct("<8sQ")
 _MAGIC = b"VCOMMIT\n"
@@ -140,9 +140,7 @@ class DiskBlobs:
     # -- inside --------------------------------------------------------------------------------------
 
     def _path(self, key: str) -> Path:
-        if not KEY.fullmatch(key):
-            raise StoreError(f"{key[:40]!r} is no key", cause="expected a-z, 0-9 and -, at most 128 of them")
-        return self._blobs / key
+        return self._blobs / check_key(key)
 
     def _open(self, deadline: float) -> None:
         """Make the folder, and once per process remove what dead writers left."""

@@ -1,0 +1,301 @@
+"""How remote requests come and go: sessions are opened, given the KV of their prefix, and ended; what fails goes on here.
+
+A request that the store or the link let down goes through the base like any other, from the tokens it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vericache_core.engine import Engine
+from vericache_core.errors import ConfigError, RemoteError, RemoteRefused, VeriCacheError
+from vericache_core.remote.choose import PathChooser, options_of
+from vericache_core.remote.frames import Message, ids_to_bytes
+from vericache_core.remote.identity import Facts
+from vericache_core.remote.link import Link
+from vericache_core.remote.prefixes import Backoff, Local, Prefixes
+from vericache_core.remote.receive import Received, Receiver, What
+from vericache_core.remote.session import RemoteSession
+from vericache_core.runtime.admission import QueueFull
+from vericache_core.runtime.loop import StepLoop
+from vericache_core.runtime.request import Request
+
+log = logging.getLogger("vericache.remote")
+
+
+@dataclass
+class LinkStats:
+    """What the link did since the engine started.
+
+    Attributes:
+        transfers: by kind, ``prefix`` and ``rows``: bytes and seconds of the newest one.
+        verdict_seconds: from a question to its verdict, each time.
+        first_draft_seconds: from the opening of a session to its first draft.
+    """
+
+    transfers: dict[str, tuple[int, float]] = field(default_factory=dict)
+    sessions: int = 0
+    failures: int = 0
+    dropped_verdicts: int = 0
+    received_bytes: int = 0
+    verdict_seconds: list[float] = field(default_factory=list)
+    first_draft_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Live:
+    """A remote request on its way."""
+
+    session: RemoteSession
+    prefix: Local
+    mode: str
+    call: Any = None
+
+
+class SessionLoop(StepLoop):
+    """See the module's docstring.
+
+    Args:
+        base: arguments of :class:`StepLoop`.
+        engine: makes compressors.
+        link: to the store.
+        facts: of this side.
+    """
+
+    def __init__(self, *base: Any, engine: Engine, link: Link, facts: Facts) -> None:
+        super().__init__(*base)
+        self.store, self.stats = link, LinkStats()
+        self._engine, self._config, self._facts = engine, engine.config, facts
+        self._waiting: list[Request] = []
+        self._remote: dict[int, Live] = {}
+        self._prefixes, self._backoff = Prefixes(), Backoff()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._goodbyes: list[Any] = []
+        self._chooser = PathChooser(engine, link)
+        self._receiver = Receiver(link, self.adapter, engine.make_compressor)
+
+    @property
+    def live(self) -> list[Request]:
+        return [*self.requests, *self._waiting, *(live.session.request for live in self._remote.values())]
+
+    @property
+    def queued(self) -> int:
+        return super().queued + len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        if self._config.remote_mode == "local" or request.finished:
+            request.metrics.mode = "plain"
+        if request.metrics.mode != "remote":
+            super().add(request)
+            return
+        if request.params.logits_processors or request.logits is not None:
+            name = "logits_processors" if request.params.logits_processors else "record_logits"
+            raise ConfigError(f"{name} cannot cross the link to the store", hint="use a local full_kv, or compressor=None")
+        if len(self._waiting) >= self._config.max_queue:
+            raise QueueFull(f"{len(self._waiting)} requests wait already", hint="raise max_queue, or try again later")
+        self._waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        self._waiting = [other for other in self._waiting if other is not request]
+        live = self._remote.pop(request.number, None)
+        if live is not None:
+            self._hang_up(live)
+        super().remove(request)
+
+    @abstractmethod
+    def _verdict(self, live: Live, message: Message) -> bool:
+        """Take a verdict in; False, and nothing changed, if it is not the one that is due."""
+
+    # -- opening and receiving -----------------------------------------------------------------------
+
+    def _open_waiting(self) -> None:
+        while self._waiting and len(self._remote) < self._config.max_running:
+            if not self._backoff.open:
+                self._go_local(self._waiting.pop(0), "the link to the store failed a moment ago")
+                continue
+            prompts = [request.tokens for request in self._waiting]
+            request = self._waiting.pop(0)
+            others = [*prompts[1:], *(live.session.request.tokens for live in self._remote.values())]
+            prefix = self._prefixes.of(request.tokens[: request.prompt_tokens], others)
+            try:
+                mode, window = self._chooser.choose(request, prefix, 1 + len(others))
+            except RemoteError as error:
+                self._prefixes.leave(prefix)
+                self._backoff.failed()
+                self._go_local(request, str(error))
+                continue
+            if mode == "local":
+                self._prefixes.leave(prefix)
+                self._join(request)
+                continue
+            live = Live(RemoteSession(request, window, self.adapter.vocab_size), prefix, mode)
+            self._remote[request.number] = live
+            self.stats.sessions += 1
+            self._open(live)
+
+    def _open(self, live: Live) -> None:
+        """Open a session and listen to what the store says of itself."""
+        request = live.session.request
+        drafts = not live.mode.startswith(("remote", "fetch"))
+        params = {f.name: getattr(request.params, f.name) for f in dataclasses.fields(request.params)}
+        del params["logits_processors"]
+        fields = {
+            "facts": self._facts,
+            "prefix": len(live.prefix.ids),
+            "compressor": request.metrics.compressor if drafts else None,
+            "options": options_of(self._config, request.metrics.compressor) if drafts else {},
+            "params": params,
+            "generate": int(live.mode == "remote"),
+            "stateless": int(live.mode.endswith("stateless")),
+        }
+        message = Message("open", fields, ids_to_bytes(request.tokens[: request.prompt_tokens]))
+        self._receiver.listen(
+            "open",
+            message,
+            lambda found: self._events.put(lambda: self._opened(live, found)),
+            lambda error: self._events.put(lambda: self._stream_failed(live, "open", error)),
+        )
+
+    def _opened(self, live: Live, message: Message) -> None:
+        if self._remote.get(live.session.request.number) is not live:
+            if message.kind == "opened":
+                self._say_goodbye(str(message.fields.get("session")))
+            return
+        if message.kind == "beat":
+            return
+        if message.kind != "opened":
+            self._verdict(live, message)
+            return
+        try:
+            live.session.number = message.text("session", 64)
+            message.number("tokens", len(live.prefix.ids), len(live.prefix.ids))
+        except RemoteError as error:
+            self._fail(live, error)
+            return
+        self._backoff.worked()
+        if live.mode != "remote":
+            self._provide(live)
+
+    def _provide(self, live: Live) -> None:
+        """Give a request what of its prefix is here, and fetch what is not."""
+        prefix, request = live.prefix, live.session.request
+        if not live.mode.startswith("fetch"):
+            if prefix.draft is None:
+                self._fetch(live, "prefix")
+                return
+            if request.draft is None:
+                request.draft = prefix.draft.twin()
+                request.metrics.compressed_kv_bytes = prefix.draft.device_bytes
+                request.metrics.compressed_from_bytes = self._token_bytes() * len(prefix.ids)
+        if live.mode.startswith(("fetch", "stream")):
+            if prefix.rows is None:
+                self._fetch(live, "rows")
+            else:
+                self._come_home(live)
+
+    def _fetch(self, live: Live, what: What) -> None:
+        prefix = live.prefix
+        if what in prefix.fetching:
+            return  # another request does; it provides for all
+        prefix.fetching.add(what)
+        assert live.session.number is not None
+        self._receiver.fetch(
+            what,
+            prefix,
+            live.session.number,
+            str(live.session.request.metrics.compressor),
+            lambda received: self._events.put(lambda: self._received(prefix, received)),
+            lambda error: self._events.put(lambda: self._stream_failed(live, what, error)),
+        )
+
+    def _received(self, prefix: Local, received: Received) -> None:
+        prefix.fetching.discard(received.what)
+        if received.draft is not None:
+            prefix.draft = received.draft
+        else:
+            prefix.rows = received.rows
+        self.stats.received_bytes += received.bytes
+        self.stats.transfers[received.what] = received.bytes, received.seconds
+        for live in list(self._remote.values()):
+            if live.prefix is prefix and live.session.number is not None:
+                self._provide(live)
+
+    def _token_bytes(self) -> int:
+        return sum(layer.token_bytes for layer in self.adapter.layers)
+
+    # -- ends and failures ---------------------------------------------------------------------------
+
+    def _come_home(self, live: Live) -> None:
+        """The full KV of the prefix is here: from now on the request decodes plainly, by itself."""
+        request, prefix = live.session.request, live.prefix
+        assert prefix.rows is not None
+        del self._remote[request.number]
+        self._hang_up(live)
+        request.forget_draft()
+        request.full.begin_with(prefix.rows.__getitem__, len(prefix.ids))
+        self._join(request)
+
+    def _go_local(self, request: Request, reason: str) -> None:
+        """Recompute by policy: the committed tokens stay, and a prefill of ours goes on from them."""
+        if self._config.on_remote_error == "fail":
+            request.fail(RemoteError(reason, hint="on_remote_error=recompute goes on without the store"))
+            return
+        text = "request %d: %s; recomputing its full KV here"
+        log.warning(text, request.number, reason, extra={"request": request.number})
+        request.metrics.degraded.append(f"full KV recomputed here: {reason}")
+        request.forget_draft()
+        self._join(request)
+
+    def _join(self, request: Request) -> None:
+        request.metrics.mode = "plain"
+        try:
+            super().add(request)
+        except VeriCacheError as error:
+            request.fail(error)
+
+    def _stream_failed(self, live: Live, method: str, error: VeriCacheError) -> None:
+        there = self._remote.get(live.session.request.number) is live
+        if there:
+            self._fail(live, error)
+        if method == "open":
+            return
+        live.prefix.fetching.discard(method)
+        for other in list(self._remote.values()):  # whoever waited for what this one was fetching
+            if other.prefix is not live.prefix or other.session.number is None:
+                continue
+            if there and (method == "rows" or other.session.request.draft is None):
+                self._fail(other, error)
+            elif not there:  # it was cancelled: another one fetches
+                self._provide(other)
+
+    def _fail(self, live: Live, error: VeriCacheError) -> None:
+        request = live.session.request
+        self.stats.failures += 1
+        if not isinstance(error, RemoteRefused):
+            self._backoff.failed()
+        del self._remote[request.number]
+        self._hang_up(live)
+        if self._config.on_remote_error == "fail":
+            request.fail(error)
+            request.metrics.new_tokens = len(request.generated)
+            return
+        self._go_local(request, str(error))
+
+    def _hang_up(self, live: Live) -> None:
+        live.session.closing = True
+        self._prefixes.leave(live.prefix)
+        if live.call is not None:
+            live.call.cancel()
+        if live.session.number is not None:
+            self._say_goodbye(live.session.number)
+
+    def _say_goodbye(self, number: str) -> None:
+        """Tell the store that a session is over; it would find out by itself, only later."""
+        self._goodbyes = [call for call in self._goodbyes if not call.done()]
+        self._goodbyes.append(self.store.ask_later("close", Message("close", {"session": number}), lambda _: None))
