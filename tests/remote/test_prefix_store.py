@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from tests.models import model
 from tests.remote.stores import TOKEN, drafter, plain, prompts, same, store, store_engine
+from tests.stores_net.servers import RealRedis
 from vericache_core.engine import RequestOutput
 from vericache_core.remote.prepare import Preparations
 from vericache_core.remote.server import StoreServer
@@ -24,8 +27,8 @@ PARAMS = SamplingParams(max_new_tokens=16)
 CHUNK = 128  # the prefix of 150 tokens is a chunk and a tail
 
 
-def url(folder: Path, more: str = "") -> str:
-    return f"file://{folder}/blobs?chunk={CHUNK}&timeout=60{more}"
+def url(folder: Path, more: str = "", base: str | None = None) -> str:
+    return f"{base or f'file://{folder}/blobs'}?chunk={CHUNK}&timeout=60{more}"
 
 
 class Seen:
@@ -54,11 +57,17 @@ def watched() -> Iterator[Seen]:
 
 
 def session(
-    folder: Path, name: str = "llama", tokens: str = TOKEN, more: str = "", server: list[StoreServer] | None = None, **own: Any
+    folder: Path,
+    name: str = "llama",
+    tokens: str = TOKEN,
+    more: str = "",
+    base: str | None = None,
+    server: list[StoreServer] | None = None,
+    **own: Any,
 ) -> tuple[list[RequestOutput], Seen]:
     """One life of a store: it starts, serves two requests on one prefix, and ends."""
     chosen = {"compressor": "random", "keep": 0.4, **own}
-    engine = store_engine(model(name), prefix_store=url(folder, more))
+    engine = store_engine(model(name), prefix_store=url(folder, more, base))
     with (
         watched() as seen,
         store(folder, engine, tokens=tokens) as running,
@@ -86,6 +95,33 @@ def test_a_store_that_was_restarted_computes_nothing_again(name: str, own: dict[
         assert all(output.metrics.degraded == [] for output in got)
     for before, after in zip(first, second, strict=True):
         assert after.metrics.compressed_kv_bytes == before.metrics.compressed_kv_bytes
+
+
+@pytest.fixture(params=["shm", "memory", "redis"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of a store that outlives the process that serves prefixes."""
+    if request.param == "redis":
+        pytest.importorskip("redis")
+        server = RealRedis(tmp_path)
+        yield server.url
+        server.kill()
+    elif request.param == "memory":  # the code of S3 and other object storage
+        fsspec = pytest.importorskip("fsspec")
+        yield "memory://vericache-of-tests"
+        fsspec.filesystem("memory").store.clear()
+    else:
+        name = f"of-tests-{os.getpid()}"
+        yield f"shm://{name}"
+        shutil.rmtree(f"/dev/shm/vericache-{os.getuid()}-{name}", ignore_errors=True)
+
+
+def test_every_backend_keeps_prefixes_over_a_restart(backend: str, tmp_path: Path) -> None:
+    expected = plain(prompts(2), PARAMS)
+    for computed in ([150], [0]):
+        got, seen = session(tmp_path, base=backend)
+        same(got, expected)
+        assert seen.rows == computed
+    assert seen.compressed == 0
 
 
 def test_full_kv_is_shared_by_compressors_and_a_new_one_only_compresses(tmp_path: Path) -> None:
