@@ -81,8 +81,15 @@ def session(
     return got, seen
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-@pytest.mark.parametrize("own", [{}, {"compressor": "adversarial", "keep": None}, {"remote_mode": "fetch"}])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("llama", {"compressor": "adversarial", "keep": None}),
+        ("mistral", {"remote_mode": "fetch"}),
+    ],
+)
 def test_a_store_that_was_restarted_computes_nothing_again(name: str, own: dict[str, Any], tmp_path: Path) -> None:
     expected = plain(prompts(2), PARAMS, model(name))
     first, seen = session(tmp_path, name, **own)
