@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,18 @@ def test_a_peer_answers_over_its_standard_streams() -> None:
     assert rows["fake"]["step_seconds"]["median"] == 0.5 / NEW
     longest = 150 + NEW
     assert rows["fake"]["notes"] == ["fake", f"model m, max_len {longest}, requests 3, kv_bytes {3 * longest * 100}"]
+
+
+def test_a_peer_gets_no_more_of_a_busy_machine_than_we_do() -> None:
+    other = peer()
+    try:
+        other.prepare(workload())
+        assert other._child is not None
+        process = other._child._process.pid
+        assert os.getsid(process) == os.getsid(0)
+        assert os.getpgid(process) == process  # it ends with its children
+    finally:
+        other.close()
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,6 @@ class _Child:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 env=environment,
-                start_new_session=True,  # it may have children, which end with it
             )
         except OSError as error:
             self._log.close()
@@ -200,8 +199,10 @@ class _Child:
         return lines[-1].strip() if lines else "nothing on standard error"
 
     def _kill(self) -> None:
+        """End it and its children, which are in a process group that it opens as the first thing it does."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def close(self) -> None:
         """End the process and what it started: first by the end of its input, then by force."""

@@ -16,6 +16,8 @@ from typing import Any
 
 def main(module: str) -> None:
     """Serve until standard input ends."""
+    # A group to be ended with all children; no session, because Linux gives each its own share of a machine that is busy.
+    os.setpgrp()
     # Libraries print; the protocol keeps the real standard output to itself and they get standard error.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
