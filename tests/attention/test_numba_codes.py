@@ -285,7 +285,9 @@ def test_what_is_not_as_promised_is_never_read_by_address() -> None:
     assert altered(scale=lambda part: part[..., :-1].contiguous()).parts() is None
     assert altered(scale=lambda part: part.double()).parts() is None
     assert altered(low=lambda part: part.half()).parts() is None
+    assert altered(low=lambda part: part[..., :-1].contiguous()).parts() is None
     assert altered(low=lambda part: part.to("meta")).parts() is None
+    assert altered(scale=lambda part: part.double(), low=lambda part: part.double()).parts() is None
     nowhere = kivi_like(layer, 500, seed=1)
     nowhere.values.codec.layout = None
     assert nowhere.parts() is None
