@@ -176,6 +176,7 @@ def test_damaged_blobs_cost_time_and_heal(what: str, rows: int, compressed: int,
     got, seen = session(tmp_path)
     same(got, expected)
     assert (seen.rows, seen.compressed) == ([rows], compressed)
+    assert all(output.metrics.degraded == [] for output in got)  # the link did its work all the same
     if what != "compressed":
         session(tmp_path)  # a tail that was damaged is found when the chunk before it is there again
     got, seen = session(tmp_path)
