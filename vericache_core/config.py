@@ -53,10 +53,12 @@ class EngineConfig:
         unit="tokens",
         ge=1,
     )
-    proposer: Literal["none", "ngram"] = option(
+    proposer: Literal["none", "ngram", "assistant"] = option(
         "none",
-        help="guesses many tokens for the drafter, or for the full KV where nothing drafts: ngram looks in the text so far",
+        help="guesses many tokens for the drafter, or for the full KV where nothing drafts: "
+        "ngram looks in the text so far, assistant asks a small model",
     )
+    assistant: str | None = option(None, help="model for proposer=assistant, of the same tokenizer; named as the model is")
     mode: Literal["auto", "plain", "pinned", "offloaded"] = option(
         "offloaded",
         help="plain: no drafts; pinned: full KV stays on the device beside the draft KV; offloaded: it lives on `full_kv`; "
@@ -90,6 +92,12 @@ class EngineConfig:
     device: str = option("auto", help="where the model runs: auto, cpu, cuda or cuda:N")
     threads: int | None = option(None, help="CPU threads; none for torch's own choice", ge=1)
     ring_layers: int = option(2, help="layers of full KV on the device at once while it streams in", ge=2, le=4)
+    link_bytes_per_s: float | None = option(
+        None,
+        help="most bytes of full KV a second that come back from `full_kv`; none for as fast as it goes",
+        unit="bytes/s",
+        gt=0,
+    )
     swap_dir: str | None = option(None, help="folder of swap files; none for the system's temporary folder")
     prefix_store: str | None = option(
         None, help="URL of the store of prompts' KV, such as file:///var/cache/vericache?bytes=10GB or shm://name?bytes=2GB"
@@ -142,7 +150,7 @@ class EngineConfig:
             raise ConfigError("full_kv=remote and remote=HOST:PORT go together", hint="give both or neither")
         if (self.remote_cert is None) != (self.remote_key is None):
             raise ConfigError("remote_cert and remote_key go together", hint="give both or neither")
-        for name in ("compressor", "swap_dir", "calibration", "prefix_store"):
+        for name in ("compressor", "swap_dir", "calibration", "prefix_store", "assistant"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: expected text, got an empty one")
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.cache.full import FullKV
+from vericache_core.cache.link import Link
 from vericache_core.cache.ring import SwapRing
 from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig, replace
@@ -27,6 +28,7 @@ from vericache_core.model.admission import admit
 from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
 from vericache_core.plugins.registry import Registry, default_registry
+from vericache_core.runtime.assistant import Assistant, AssistantProposer, check_vocabulary
 from vericache_core.runtime.backend import choose_attention, set_threads
 from vericache_core.runtime.background import is_safe
 from vericache_core.runtime.choose import TokenChooser
@@ -128,7 +130,8 @@ class Job:
 class Engine:
     """Generates over one model. Use one thread at a time; a second one waits.
 
-    Build with :meth:`from_pretrained`, or give a loaded ``transformers`` model.
+    Build with :meth:`from_pretrained`, or give a loaded ``transformers`` model. ``assistant`` is a model with its
+    tokenizer for ``proposer="assistant"``; the one that the configuration names is loaded otherwise.
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly; the message names why.
@@ -136,7 +139,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, registry: Registry | None = None
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        registry: Registry | None = None,
+        assistant: tuple[Any, Any] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         if self.config.threads:
@@ -146,12 +154,13 @@ class Engine:
         self._registry = (registry or default_registry()).without(self.config.disable_plugins)
         self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
         self.attend = attend
+        self._assistant = self._make_assistant(assistant) if self.config.proposer == "assistant" else None
         rows = self.config.rows
         further = () if self.config.shapes == "one" else (max(2, rows // 4), max(2, rows // 2), 2 * rows, 3 * rows, 4 * rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
         self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
         self.audit = None if self.config.audit_every is None else IdentityAudit(self, None, self.config.audit_every)
-        self._ring = SwapRing(self.config.ring_layers, self.adapter.device)
+        self._ring = SwapRing(self.config.ring_layers, self.adapter.device, Link(self.config.link_bytes_per_s))
         self._eos = ending_ids(model, tokenizer)
         self._decode = None if tokenizer is None else TextDecoder(tokenizer)
         self._lock = threading.RLock()
@@ -368,6 +377,8 @@ class Engine:
             request.pace = self.planner.pace(request, name, self.loop.company)
         if self.config.proposer == "ngram":
             request.proposer = NGramProposer()
+        if self._assistant is not None:
+            request.proposer = AssistantProposer(self._assistant, request.chooser.draft, len(ids))
         request.metrics.mode = mode
         request.metrics.compressor, request.metrics.identity = name, self.admission.identity
         request.protected = protected
@@ -424,6 +435,15 @@ class Engine:
                 cause=standing.detail,
                 hint=f"vericache-conform run {name} --passport",
             )
+
+    def _make_assistant(self, given: tuple[Any, Any] | None) -> Assistant:
+        config = self.config
+        if given is None and config.assistant is None:
+            raise ConfigError('proposer="assistant" needs a model', hint="name one: assistant=NAME")
+        model, tokenizer = given or load_model(str(config.assistant), self.adapter.dtype, str(self.adapter.device))
+        made = Assistant(model, self.attend, config.rows, config.pack_weights, self.adapter.vocab_size)
+        check_vocabulary(self.tokenizer, tokenizer, self.adapter.vocab_size, made.adapter.vocab_size)
+        return made
 
     def _full_kv(self, compressor: Compressor | None, mode: str) -> FullKV:
         # Plain decoding needs every row at every step: on another tier it would stream the whole cache per token.

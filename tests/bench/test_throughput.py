@@ -230,6 +230,7 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
     assert rows["ours"]["within_budget"] is True
     assert rows[PLAIN]["steps"] > NEW - 1  # not all at once
     assert any("at a time" in text for text in rows[PLAIN]["notes"])
+    assert systems[1]._built["link_bytes_per_s"] == 2e6  # type: ignore[attr-defined]
     assert rows["ours"]["swap_seconds"] >= 0.9 * rows["ours"]["swap_bytes"] / 2e6
     trace = records["ours"].runs[0].trace
     assert trace is not None

@@ -13,6 +13,7 @@ from tests.models import VOCAB, engine_over, model
 from vericache_core.bench.throughput import peer as peer_module
 from vericache_core.bench.throughput.engines import EngineSystem
 from vericache_core.bench.throughput.measured import Measured
+from vericache_core.bench.throughput.page import PHASES
 from vericache_core.bench.throughput.workloads import SHAPES, Workload, build_workloads, lengths, names_of
 from vericache_core.cli.bench_throughput_report import SCHEMA
 from vericache_core.cli.main import main
@@ -44,7 +45,7 @@ class Words:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model in place of the one asked for."""
-    monkeypatch.setattr(Engine, "from_pretrained", lambda *_: engine_over(model("llama"), Words(), compressor=None))
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine_over(model("llama"), Words(), compressor=None))
     yield
     set_default_registry(None)
 
@@ -91,6 +92,11 @@ def test_one_json_row_per_system_and_workload(capsys: pytest.CaptureFixture[str]
     assert all(title in page for title in titles)
     assert "<script" not in page
     assert "src=" not in page
+    inside = dict(re.findall(r"<summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL))
+    timeline = inside[f"slow-host-30: {names[2]}"]
+    assert timeline.count(f'fill="{PHASES["draft"]}"') > 1  # one is the legend's
+    assert timeline.count(f'fill="{PHASES["swap"]}"') > 1
+    assert inside[f"easy: {names[0]}"].count(f'fill="{PHASES["swap"]}"') == 1
 
     table = Path(files["markdown"]).read_text(encoding="utf-8")
     order = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| easy")]

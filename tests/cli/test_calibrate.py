@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_generate import folder  # noqa: F401 (a fixture)
 from vericache_core import Engine, EngineConfig
 from vericache_core.cli.main import main
-from vericache_core.runtime.calibration import prior_key
+from vericache_core.runtime.calibration import load_calibration, prior_key
 
 
 def test_costs_and_acceptance_are_measured_and_used(
@@ -29,6 +29,18 @@ def test_costs_and_acceptance_are_measured_and_used(
         key = prior_key("random", config.compressor_options())
         assert key in shown["priors"]
         assert engine.planner.book.prior(key).hazard == shown["priors"][key]["hazard"]
+
+
+def test_the_limit_of_the_link_is_in_what_swaps_cost(
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "calibration.json"
+    assert main(["calibrate", str(file), "-m", folder, "--rows", "16", "--link-bytes-per-s", "1000", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert all(link["seconds_per_byte"] >= 1e-3 for link in shown["costs"]["links"].values())
+    assert load_calibration(file).link_bytes_per_s == 1000
 
 
 def test_a_wrong_setting_costs_no_measurement(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -25,6 +25,7 @@ class Toy:
     to_do: int = 20
     swapped: float = 0.0
     prompt: int = 0
+    away: bool = False
 
     @property
     def swapped_in(self) -> bool:

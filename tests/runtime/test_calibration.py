@@ -62,6 +62,7 @@ def damage(document: dict[str, Any], *path: str, value: Any) -> str:
         (["costs", "links"], [1], "damaged"),
         (["priors", "snapkv {}"], {"hazard": 2, "weight": 1}, "damaged"),
         (["priors"], None, "damaged"),
+        (["link_bytes_per_s"], -1, "damaged"),
     ],
 )
 def test_broken_files_are_one_clear_error(file: Path, path: list[str], value: Any, match: str) -> None:

@@ -173,6 +173,7 @@ def test_a_ring_of_layers_holds_little_and_hides_less() -> None:
                 mode="offloaded",
                 window=24,
                 compression=Compression(0.2, 0.02, ring=ring),
+                background=False,
             )
         )
         for ring in (4, 0)

@@ -41,6 +41,7 @@ class FullKV:
         tokens: rows that count.
         link_seconds: time that loads took so far, of ``link_bytes`` bytes, and ``waited_seconds`` that a step stood
             still for them.
+        loads: ``(layer, from, to)`` of the newest step's loads, by ``time.perf_counter``.
 
     Args:
         layers: descriptors of the model.
@@ -72,13 +73,15 @@ class FullKV:
         self._ring = ring
         self._store: TierStore | None = None
         if offloaded:
-            self._store = HostStore(offloaded, device) if tier == "host" else DiskStore(offloaded, swap_dir)
+            link = ring.link
+            self._store = HostStore(offloaded, device, link) if tier == "host" else DiskStore(offloaded, swap_dir, link)
         self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
         self._queue: deque[int] = deque()
         self._exact: ExactRows | None = None
         self._room = 0
         self.link_seconds = self.waited_seconds = 0.0
         self.link_bytes = 0
+        self.loads: list[tuple[int, float, float]] = []
 
     def make_room(self, rows: int) -> None:
         """Make room for ``rows`` rows at once on layers that stay on the device; without it they grow page by page."""
@@ -136,6 +139,7 @@ class FullKV:
         ``exact`` names rows that are on the device already and need not move.
         """
         self.close_step()
+        self.loads = []
         self._room, self._exact = rows, exact
         self._queue = deque(self._offloaded)
         for _ in range(self._ring.layers):
@@ -300,8 +304,10 @@ class FullKV:
         try:
             self._fill(layer, slot, tokens, exact)
         finally:
-            self.link_seconds += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.link_seconds += ended - started
             self.link_bytes += self.moved_bytes - before
+            self.loads.append((layer, started, ended))
 
     def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
         assert self._store is not None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vericache_core.cache.link import Link
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, pages_for
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
@@ -24,10 +25,11 @@ class SwapRing:
     Args:
         layers: slots a request may hold at a time, 2 to 4.
         device: where slots live.
+        link: what fills them; its limit holds for all requests together.
     """
 
-    def __init__(self, layers: int, device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, layers: int, device: torch.device, link: Link | None = None) -> None:
+        self.layers, self.device, self.link = layers, device, link or Link()
         self._free: list[Extent] = []
         self._busy: dict[int, Extent] = {}
         self._worker: ThreadPoolExecutor | None = None

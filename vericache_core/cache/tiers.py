@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vericache_core.cache.link import Link
 from vericache_core.cache.move import Index, copy_rows
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
@@ -25,12 +26,16 @@ from vericache_core.kv import LayerDescriptor
 class TierStore(ABC):
     """Rows of the offloaded layers of one request, outside of device memory.
 
+    Args:
+        link: what comes back comes over it; writes do not.
+
     Attributes:
         moved_bytes: bytes read back so far.
         written_bytes: bytes of rows that steps wrote so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link or Link()
         self.moved_bytes = 0
         self.written_bytes = 0
 
@@ -38,15 +43,25 @@ class TierStore(ABC):
     def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
         """Persist rows ``first .. first + count`` out of ``slot``."""
 
-    @abstractmethod
     def read(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
     ) -> Sequence[Index] | None:
-        """Fill ``slot`` with rows below ``tokens``.
+        """Fill ``slot`` with rows below ``tokens``, no faster than the link allows.
 
         ``missing`` lists per KV head the positions wanted, ``None`` means all. Returns per KV head the
         positions that were wanted by nobody and not read either, or ``None`` when every row was read.
         """
+        started = self._link.now()
+        unread, nbytes = self._fetch(layer, tokens, slot, missing)
+        self.moved_bytes += nbytes
+        self._link.hold(started, nbytes)
+        return unread
+
+    @abstractmethod
+    def _fetch(
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+    ) -> tuple[Sequence[Index] | None, int]:
+        """As :meth:`read`, at once; returns the bytes that were moved, too."""
 
     @abstractmethod
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
@@ -69,8 +84,8 @@ class TierStore(ABC):
 class HostStore(TierStore):
     """Pages in host memory, pinned when the device is a CUDA one. Moves single rows."""
 
-    def __init__(self, layers: Iterable[LayerDescriptor], device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, layers: Iterable[LayerDescriptor], device: torch.device, link: Link | None = None) -> None:
+        super().__init__(link)
         self._pinned = device.type == "cuda"
         self._rows = {layer.index: PagedRows(layer, torch.device("cpu")) for layer in layers}
 
@@ -80,20 +95,20 @@ class HostStore(TierStore):
         home.write(np.full(layer.kv_heads, first, dtype=np.int64), keys.to("cpu"), values.to("cpu"))
         self.written_bytes += count * layer.token_bytes
 
-    def read(
+    def _fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
-    ) -> Sequence[Index] | None:
+    ) -> tuple[Sequence[Index] | None, int]:
         home = self._rows[layer.index]
         if missing is None:
             for page in range(pages_for(tokens)):
                 for source, target in zip(home.page(page), slot.page(page), strict=True):
                     _copy(source, target)
-            self.moved_bytes += tokens * layer.token_bytes
-            return None
+            return None, tokens * layer.token_bytes
+        moved = 0
         for head, wanted in enumerate(missing):
             copy_rows(home, wanted, slot, wanted, head)
-            self.moved_bytes += len(wanted) * layer.token_bytes // layer.kv_heads
-        return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing]
+            moved += len(wanted) * layer.token_bytes // layer.kv_heads
+        return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing], moved
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         home = self._rows[layer.index]
@@ -135,8 +150,8 @@ class DiskStore(TierStore):
     mapping would end the process with SIGBUS.
     """
 
-    def __init__(self, layers: Sequence[LayerDescriptor], directory: str | None) -> None:
-        super().__init__()
+    def __init__(self, layers: Sequence[LayerDescriptor], directory: str | None, link: Link | None = None) -> None:
+        super().__init__(link)
         self._offsets: dict[int, int] = {}
         self._record = 0
         for layer in layers:
@@ -160,20 +175,20 @@ class DiskStore(TierStore):
             self._pages = max(self._pages, page + 1)
         self.written_bytes += count * layer.token_bytes
 
-    def read(
+    def _fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
-    ) -> Sequence[Index] | None:
+    ) -> tuple[Sequence[Index] | None, int]:
         pages = set(range(pages_for(tokens)))
         if missing is not None:
             pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
         for page in sorted(pages):
             self._transfer(layer, page, slot, "read")
-            self.moved_bytes += PAGE * layer.token_bytes
+        moved = len(pages) * PAGE * layer.token_bytes
         if missing is None:
-            return None
+            return None, moved
         unread = np.array([page not in pages for page in range(pages_for(tokens))], dtype=bool)
         rest = np.nonzero(np.repeat(unread, PAGE)[:tokens])[0].astype(np.int64)
-        return [rest] * layer.kv_heads
+        return [rest] * layer.kv_heads, moved
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         for number, page in enumerate(pages):

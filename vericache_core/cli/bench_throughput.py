@@ -17,11 +17,11 @@ from vericache_core.bench.throughput.peer import KINDS, PeerSystem, parse_peer
 from vericache_core.bench.throughput.rows import PLAIN
 from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
 from vericache_core.cli.bench_throughput_report import Report
-from vericache_core.cli.engine_args import setting_from_text
+from vericache_core.cli.engine_args import setting_from_text, settings_from_text
 from vericache_core.cli.output import note
 from vericache_core.config import EngineConfig, load_config
 from vericache_core.errors import UsageError
-from vericache_core.plugins.fields import coerce, did_you_mean, option_fields, parse_pairs
+from vericache_core.plugins.fields import did_you_mean
 from vericache_core.plugins.registry import Registry, set_default_registry
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from vericache_core.engine import Engine
 
     report = Report(_conditions(args, config), args)  # a file that cannot be written must not wait for the model
-    loaded = Engine.from_pretrained(args.model, config)
+    loaded = Engine.from_pretrained(args.model, config, proposer="none")  # systems that want one make their own
     shop = Shop(loaded.adapter.model, loaded.tokenizer, config, registry, note)
     systems: list[System] = []
     try:
@@ -186,18 +186,8 @@ def _window(text: str) -> int | str:
 
 def _config(args: argparse.Namespace) -> EngineConfig:
     """What the environment and the arguments say; compressor, window and mode are those of each system."""
-    try:
-        pairs = parse_pairs(args.changes or ())
-    except ValueError as error:
-        raise UsageError(f"--set: {error}", hint="write --set rows=32") from None
-    fields = option_fields(EngineConfig)
     given: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads, "full_kv": args.full_kv, "compressor": None}
-    for key, value in pairs.items():
-        if key not in fields:
-            near = did_you_mean(key, fields)
-            suffix = f"; did you mean {near!r}?" if near else ""
-            raise UsageError(f"--set: unknown field {key!r}{suffix}", hint="vericache config schema lists them")
-        given[key] = coerce(fields[key], value, text=True, label=f"--set {key}", error=UsageError)
+    given |= settings_from_text(args.changes or ())
     if given["compressor"] is not None:
         raise UsageError("--set compressor: compressors are named with -c")
     return load_config(overrides={key: value for key, value in given.items() if value is not None or key == "compressor"})

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     priors: dict[str, Prior] = {}
     with Engine.from_pretrained(args.model, plain) as engine:
         note("measuring steps and swaps")
-        costs = measure(engine.adapter, engine.attend, config.swap_dir, repeats=5)
-        made = Calibration(fingerprint(engine.adapter), costs, priors)
+        costs = measure(engine.adapter, engine.attend, config.swap_dir, repeats=5).limited(config.link_bytes_per_s)
+        made = Calibration(fingerprint(engine.adapter), costs, priors, config.link_bytes_per_s)
         for name, options in wanted:
             note(f"measuring acceptance of {name}")
             own = replace(plain, compressor=name, options=options)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any, Final
 
 from vericache_core.config import EngineConfig, ResolvedConfig, resolve_config
 from vericache_core.errors import ConfigError, UsageError
-from vericache_core.plugins.fields import OptionField, coerce, option_fields, parse_pairs
+from vericache_core.plugins.fields import OptionField, coerce, did_you_mean, option_fields, parse_pairs
 from vericache_core.plugins.registry import Registry, set_default_registry
 
 DEFAULT_MODEL: Final = "demo"
@@ -32,6 +33,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, model: bool = True)
             # Kept as text: `coerce` in config_from_args words every error alike, whichever layer it is from.
             group.add_argument(*flags, dest=field.name, metavar=_metavar(field), help=_help(field))
     group.add_argument(
+        "--set", dest="settings", metavar="KEY=VALUE", action="append", help="the same by the name of a setting (repeatable)"
+    )
+    group.add_argument(
         "-o", "--option", dest="options", metavar="KEY=VALUE", action="append", help="option of the compressor (repeatable)"
     )
     group.add_argument(
@@ -50,11 +54,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, model: bool = True)
 def resolve_from_args(args: argparse.Namespace) -> ResolvedConfig:
     """Return the configuration that a parsed command line asks for, with the source of each value."""
     fields = option_fields(EngineConfig)
-    overrides: dict[str, Any] = {}
+    overrides = settings_from_text(args.settings or ())
     for name, field in fields.items():
         value = getattr(args, name, None)
         if value is None:
             continue
+        if name in overrides:
+            raise UsageError(f"--set {name} and --{name.replace('_', '-')} are both given", hint="give only one of them")
         if name == "options":
             try:
                 overrides[name] = parse_pairs(value)
@@ -69,6 +75,23 @@ def resolve_from_args(args: argparse.Namespace) -> ResolvedConfig:
     if config.compressor is None and given:
         raise ConfigError(f"{given[0]} is given without a compressor", hint="name one, such as -c snapkv")
     return resolved
+
+
+def settings_from_text(texts: Sequence[str]) -> dict[str, Any]:
+    """Return fields of the configuration that are written as ``KEY=VALUE``; errors name ``--set``."""
+    try:
+        pairs = parse_pairs(texts)
+    except ValueError as error:
+        raise UsageError(f"--set: {error}", hint="write --set rows=32") from None
+    fields = option_fields(EngineConfig)
+    found = {}
+    for key, value in pairs.items():
+        if key not in fields:
+            near = did_you_mean(key, fields)
+            suffix = f"; did you mean {near!r}?" if near else ""
+            raise UsageError(f"--set: unknown field {key!r}{suffix}", hint="vericache config schema lists them")
+        found[key] = coerce(fields[key], value, text=True, label=f"--set {key}", error=UsageError)
+    return found
 
 
 def setting_from_text(text: str, registry: Registry, flag: str = "-c") -> tuple[str, dict[str, str]]:

@@ -68,7 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="LAYERS",
-        help="stream full KV in during the verify, so many layers at a time; 0: the whole cache, ahead of it [%(default)s]",
+        help="stream full KV in during the verify, so many layers at a time, as the engine does; "
+        "0: the whole cache, ahead of it [%(default)s]",
+    )
+    parser.add_argument(
+        "--background",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --ring: verifies whose swap takes longer than a step run beside the steps of others [yes]",
     )
     parser.add_argument("--window", default="auto", metavar="N|auto", help="drafts before a verify [%(default)s]")
     parser.add_argument("--mode", choices=("auto", "plain", "pinned", "offloaded"), default="auto", help="[%(default)s]")
@@ -154,6 +161,7 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         seed=args.seed,
         turns=turns if any(len(one) > 1 for one in turns) else (),
         turn=args.hazard_turn,
+        background=args.background,
     )
 
 

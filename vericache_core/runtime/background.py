@@ -22,12 +22,13 @@ from vericache_core.runtime.tile import StepFault
 
 @dataclass(slots=True)
 class Verdict:
-    """What a background verify came to after ``seconds``: logits ``[rows, vocab]``, or the fault that ended it."""
+    """What a background verify came to: logits ``[rows, vocab]``, or the fault that ended it; and from when to when it ran."""
 
     segment: Segment[Request]
     logits: Tensor | None
     fault: StepFault | None
-    seconds: float
+    started: float
+    ended: float
 
 
 class BackgroundVerify:
@@ -35,7 +36,8 @@ class BackgroundVerify:
 
     def __init__(self) -> None:
         self._worker: ThreadPoolExecutor | None = None
-        self._running: tuple[Segment[Request], Future[tuple[Tensor, float]]] | None = None
+        self._running: tuple[Segment[Request], Future[Tensor]] | None = None
+        self._started = self._ended = 0.0
 
     @property
     def number(self) -> int | None:
@@ -52,7 +54,8 @@ class BackgroundVerify:
         assert self._running is None
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
-        self._running = (segment, self._worker.submit(_timed, run))
+        self._started = time.perf_counter()
+        self._running = (segment, self._worker.submit(self._timed, run))
 
     def collect(self, *, block: bool) -> Verdict | None:
         """What came of it, once; None while it runs, unless ``block``."""
@@ -61,10 +64,16 @@ class BackgroundVerify:
         segment, future = self._running
         self._running = None
         try:
-            logits, seconds = future.result()
-            return Verdict(segment, logits, None, seconds)
-        except StepFault as fault:
-            return Verdict(segment, None, fault, 0.0)
+            logits, fault = future.result(), None
+        except StepFault as found:
+            logits, fault = None, found
+        return Verdict(segment, logits, fault, self._started, self._ended)
+
+    def _timed(self, run: Callable[[], Tensor]) -> Tensor:
+        try:
+            return run()
+        finally:
+            self._ended = time.perf_counter()
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it, however it ended: nobody wants the answer any more."""

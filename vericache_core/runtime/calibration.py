@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -45,11 +46,34 @@ class Calibration:
         fingerprint: where it holds.
         costs: of steps and swaps.
         priors: hazard of compressors by :func:`prior_key`, measured before serving.
+        link_bytes_per_s: limit of the link that is in the costs of swaps; None for the machine's own speed.
+
+    Raises:
+        ValueError: such a limit cannot be.
     """
 
     fingerprint: Fingerprint
     costs: CostModel
     priors: Mapping[str, Prior] = field(default_factory=dict)
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.link_bytes_per_s is not None and not 0 < self.link_bytes_per_s < math.inf:
+            raise ValueError(f"link_bytes_per_s is {self.link_bytes_per_s}")
+
+    def check_link(self, name: str, limit: float | None) -> None:
+        """Refuse an engine that may use more of the link than the costs in this file, called ``name``, know of.
+
+        Raises:
+            ConfigError: it may.
+        """
+        known = self.link_bytes_per_s
+        if known is not None and (limit is None or limit > known):
+            raise ConfigError(
+                f"{name} was measured with link_bytes_per_s={known:g}",
+                cause="this engine has none" if limit is None else f"this engine has {limit:g}",
+                hint="calibrate without a limit, or with the same one",
+            )
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the file, replacing a former one in one go.
@@ -62,6 +86,7 @@ class Calibration:
             "fingerprint": asdict(self.fingerprint),
             "costs": self.costs.to_json(),
             "priors": {key: asdict(prior) for key, prior in self.priors.items()},
+            "link_bytes_per_s": self.link_bytes_per_s,
         }
         path = Path(file)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -108,10 +133,11 @@ def _parse(name: str, document: Mapping[str, Any], hint: str) -> Calibration:
         fingerprint = Fingerprint(**document["fingerprint"])
         costs = CostModel.from_json(document["costs"])
         priors = {str(key): Prior(**prior) for key, prior in document["priors"].items()}
+        # Files of before have no limit.
+        return Calibration(fingerprint, costs, priors, document.get("link_bytes_per_s"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name}: the calibration file is damaged", cause=cause, hint=hint) from error
-    return Calibration(fingerprint, costs, priors)
 
 
 def prior_key(compressor: str, options: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vericache_core.errors import ConfigError
@@ -116,6 +116,14 @@ class CostModel:
                 hint="calibrate again with this tier in use",
             )
         return self.links[tier].seconds(nbytes)
+
+    def limited(self, bytes_per_s: float | None) -> CostModel:
+        """The same machine with links that carry no more than ``bytes_per_s``; None for no limit."""
+        if bytes_per_s is None:
+            return self
+        slowest = 1 / bytes_per_s
+        links = {tier: Link(link.latency, max(link.seconds_per_byte, slowest)) for tier, link in self.links.items()}
+        return replace(self, links=links)
 
     def overlapped(self, compute: float, link: float) -> float:
         """Seconds of a step whose layers stream in while earlier ones compute: the longer, and one layer of the other."""

@@ -26,7 +26,7 @@ class LockstepScheduler(Roster):
     def plan(self, now: float) -> StepPlan:
         """See :class:`vericache_core.runtime.schedulable.Scheduler`."""
         start, preempt = self.admit(now)
-        decoding = [request for request in self.running if not request.prefill]
+        decoding = self.decoding
         plain = [request for request in decoding if not (request.link_seconds or request.drafts or wants_draft(request))]
         rounds = [request for request in decoding if request not in plain]
         if not self._to_verify:

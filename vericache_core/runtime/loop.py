@@ -29,6 +29,7 @@ from vericache_core.runtime.schedulable import Bytes, Scheduler, StepPlan
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.ticket import Ticket
 from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, run_tile
+from vericache_core.runtime.timeline import Span
 
 RECENT = 9
 """Steps that say how long a step takes."""
@@ -82,7 +83,7 @@ class StepLoop:
         self.steps = 0
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
-        self._foreground, self._idle = True, 0
+        self._idle = 0
         self._steps_without_swap: deque[float] = deque(maxlen=RECENT)
         self.observer = LoopObserver()
 
@@ -98,7 +99,10 @@ class StepLoop:
 
     def ticket(self, request: Request) -> Ticket:
         """``request`` as the scheduler would see it from now on."""
-        return Ticket(request, time.monotonic(), self._holds, self._transient)
+        return Ticket(request, time.monotonic(), self._holds, self._transient, self._away)
+
+    def _away(self, request: Request) -> bool:
+        return request.number == self.background.number
 
     def settle(self) -> None:
         """Wait for what runs beside the steps, and take it in."""
@@ -167,7 +171,7 @@ class StepLoop:
                 self.recovery.step_failed(fault)
                 plan = StepPlan(plan.start, plan.preempt, (), plan.streams)
             else:
-                self._hand_out(segments, logits, time.perf_counter() - started, ring_bytes)
+                self._hand_out(segments, logits, started, time.perf_counter(), ring_bytes)
         seconds = time.perf_counter() - started
         if segments and not any(part.want.phase != "draft" and part.request.full.offloaded for part in segments):
             self._steps_without_swap.append(seconds)
@@ -272,12 +276,9 @@ class StepLoop:
         if verdict.logits is None:
             assert verdict.fault is not None
             self.recovery.step_failed(verdict.fault)
-            return
-        self._foreground = False
-        try:
-            self._hand_out([verdict.segment], verdict.logits, verdict.seconds, self.ring.nbytes)
-        finally:
-            self._foreground = True
+        else:
+            segments = [verdict.segment]
+            self._hand_out(segments, verdict.logits, verdict.started, verdict.ended, self.ring.nbytes, background=True)
 
     def _ring_room(self) -> float:
         """Device bytes that the budget leaves for ring slots while every running request is at its greatest length."""
@@ -314,13 +315,23 @@ class StepLoop:
             for segment in authoritative:
                 segment.request.full.close_step()
 
-    def _hand_out(self, segments: Sequence[Segment[Request]], logits: Tensor, seconds: float, ring_bytes: int) -> None:
+    def _hand_out(
+        self,
+        segments: Sequence[Segment[Request]],
+        logits: Tensor,
+        started: float,
+        ended: float,
+        ring_bytes: int,
+        *,
+        background: bool = False,
+    ) -> None:
         self.steps += 1
         for segment in segments:
             request = segment.request
-            self._count_swap(request)
+            self._count_swap(request, background=background)
             request.metrics.steps += 1
-            request.metrics.add_seconds(segment.want.phase, seconds)
+            request.metrics.add_seconds(segment.want.phase, ended - started)
+            self.observer.happened(Span(request.number, segment.want.phase, started, ended, segment.count, background))
             held = request.device_bytes() + (ring_bytes if request.full.offloaded else 0)
             request.metrics.peak_device_kv_bytes = max(request.metrics.peak_device_kv_bytes, held)
         total = sum(request.device_bytes() for request in self.requests) + ring_bytes
@@ -331,7 +342,7 @@ class StepLoop:
             except VeriCacheError as error:
                 segment.request.fail(error)
 
-    def _count_swap(self, request: Request) -> None:
+    def _count_swap(self, request: Request, *, background: bool) -> None:
         """Add up link time; what a step in the foreground waited for it was not hidden."""
         full = request.full
         now = full.link_seconds, full.link_bytes, full.waited_seconds
@@ -340,8 +351,11 @@ class StepLoop:
         self.link_meter.observe(full.tier, nbytes, link)
         self.swap_seconds += link
         request.metrics.swap_seconds += link
-        if self._foreground:
+        if not background:
             self.exposed_seconds += waited
+        if link:  # a draft step loads nothing, and finds those of the last verify
+            for layer, began, done in full.loads:
+                self.observer.happened(Span(request.number, "swap", began, done, layer=layer))
 
     def _hand_rows(self, segment: Segment[Request], logits: Tensor) -> None:
         request = segment.request

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vericache_core.runtime.loop import StepLoop
+    from vericache_core.runtime.timeline import Span
 
 
 class LoopObserver:
@@ -16,6 +17,9 @@ class LoopObserver:
 
     def stepped(self, loop: StepLoop) -> None:
         """A step has ended; the requests that finished in it are still among ``loop.requests``."""
+
+    def happened(self, span: Span) -> None:
+        """Something has ended, of a step or beside it: rows of a request, or a layer of its swap."""
 
     def removed(self, loop: StepLoop) -> None:
         """A request has left, finished or not, and its memory is given back."""

@@ -52,7 +52,8 @@ class Planner:
         priors: dict[str, Prior] = {}
         if config.calibration is not None:
             found = load_calibration(config.calibration, fingerprint())
-            self._pricer, priors = RoundPricer(found.costs), dict(found.priors)
+            found.check_link(config.calibration, config.link_bytes_per_s)
+            self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
         self.book = PriorBook(priors)
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
@@ -64,7 +65,7 @@ class Planner:
         What swaps have cost lately replaces what a calibration says of their link.
         """
         if self._pricer is None:
-            self._pricer = RoundPricer(self._measure())
+            self._pricer = RoundPricer(self._measure().limited(self.config.link_bytes_per_s))
         tier, costs = self.config.full_kv, self._pricer.costs
         seen, known = self.link_meter.seconds_per_byte(tier), costs.links.get(tier)
         if seen is not None and (known is None or abs(seen - known.seconds_per_byte) > LINK_TOLERANCE * seen):
@@ -141,7 +142,12 @@ class Planner:
             if request.full.offloaded:
                 swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
             tier = "host" if self.config.full_kv == "device" else self.config.full_kv
-            return self.pricer.prices(Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, self._lockstep))
+            situation = Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, self._lockstep)
+            found, proposer = self.pricer.prices(situation), request.proposer
+            if proposer is None:
+                return found
+            # Requests propose one after the other, so each pays its own time and nobody else's.
+            return tuple(price + proposer.seconds(window) for window, price in enumerate(found))
 
         return Pace(controller, prices, self.book, key)
 
@@ -149,16 +155,16 @@ class Planner:
         """Bytes of ``request`` at its greatest length: an estimate until its prefix is compressed, then a measurement."""
         rest = request.params.max_new_tokens - len(request.generated)
         full = float((request.greatest_length + PAGE) * self._token_bytes)
-        draft = 0.0
+        draft = 0.0 if request.proposer is None else request.proposer.holds(request.greatest_length)
         metrics = request.metrics
         if request.draft is not None:
-            draft = float(request.draft.device_bytes + (rest + PAGE) * self._token_bytes)
+            draft += float(request.draft.device_bytes + (rest + PAGE) * self._token_bytes)
             if metrics.compressed_from_bytes and metrics.compressor is not None:
                 share, key = metrics.compressed_kv_bytes / metrics.compressed_from_bytes, self._key(metrics.compressor)
                 self._shares[key] = max(share, self._shares.get(key, 0.0))
         elif request.compressor is not None and metrics.compressor is not None:
             share = self._share(metrics.compressor, request.prompt_tokens)
-            draft = (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
+            draft += (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
         if not request.full.offloaded:
             return Bytes(full + draft, 0.0, 0.0)
         return Bytes(draft, full, 0.0) if self.config.full_kv == "host" else Bytes(draft, 0.0, full)

@@ -75,11 +75,13 @@ class Recovery:
         request.metrics.degraded.append(f"compressor failed in {where}: {cause}")
 
     def start_over(self, request: Request) -> None:
-        """Drop both caches; the tokens stay, and a prefill computes their rows again."""
+        """Drop all caches; the tokens stay, and a prefill computes their rows again."""
         request.metrics.swap_bytes += request.full.moved_bytes
         request.metrics.offload_bytes += request.full.offloaded_bytes
         request.forget_draft()
         request.full.close()
+        if request.proposer is not None:
+            request.proposer.close()
         request.link_counted = (0.0, 0, 0.0)
         try:
             request.full = self._make_full(request)

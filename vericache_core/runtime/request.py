@@ -8,9 +8,10 @@ part of it. ``tokens`` only ever grows by what the full KV decided.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.sampling_params import SamplingParams
 
 Phase = Literal["prefill", "decode", "draft", "verify"]
+T = TypeVar("T")
+log = logging.getLogger("vericache.runtime")
 _numbers = itertools.count()
 
 
@@ -140,6 +143,7 @@ class Request:
         pending = self.tokens[self.full.tokens :]
         at = self.full.tokens
         if at < self.prompt_tokens or len(pending) > 1:
+            self._guarded(lambda proposer: proposer.follow(self.tokens, at))
             return Want("prefill", tuple(pending), at)
         if not self.verifying:
             if self.draft is not None and phase == "draft" and len(self.drafts) < self.most_drafts:
@@ -157,7 +161,22 @@ class Request:
         return Want("verify", (*pending, *self.drafts), at)
 
     def _propose(self, most: int) -> list[int]:
-        return [] if self.proposer is None or most <= 0 else self.proposer.propose(self.tokens, self.drafts, most)
+        found = None if most <= 0 else self._guarded(lambda proposer: proposer.propose(self.tokens, self.drafts, most))
+        return found or []
+
+    def _guarded(self, ask: Callable[[Proposer], T]) -> T | None:
+        """What the proposer answers; None without one, and from when on it has failed."""
+        if self.proposer is None:
+            return None
+        try:
+            return ask(self.proposer)
+        except Exception as error:  # noqa: BLE001 (whatever a proposer raises costs speed, never tokens)
+            cause = describe(error)
+        self.proposer.close()
+        self.proposer = None
+        log.warning("request %d: the proposer failed (%s); going on without", self.number, cause)
+        self.metrics.degraded.append(f"proposer failed: {cause}")
+        return None
 
     def take_draft(self, logits: Tensor) -> None:
         """One more draft, by ``logits [vocab]`` of a row that a draft step computed."""
@@ -250,13 +269,16 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Give back both caches; the output stays."""
+        """Give back all caches; the output stays."""
         self.draft = None
         self.full.close()
+        if self.proposer is not None:
+            self.proposer.close()
 
     def device_bytes(self) -> int:
         """Device KV bytes that this request holds between steps."""
-        return self.full.device_bytes + (0 if self.draft is None else self.draft.device_bytes)
+        draft = 0 if self.draft is None else self.draft.device_bytes
+        return self.full.device_bytes + draft + (0 if self.proposer is None else self.proposer.device_bytes)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if tokens, caches and drafts disagree."""

@@ -70,6 +70,10 @@ class Schedulable(Protocol):
         """Rows of its prompt (or of what is recomputed after a preemption) that are still to run."""
 
     @property
+    def away(self) -> bool:
+        """Whether its verify is under way beside the steps: until that is done it has no rows."""
+
+    @property
     def drafting(self) -> bool:
         """Whether it has a draft KV; a plain request decodes one row a step."""
 
@@ -136,7 +140,7 @@ class Scheduler(Protocol):
         """Return the next step at clock ``now``, in seconds."""
 
     def done(self, plan: StepPlan, seconds: float) -> None:
-        """Say that a plan was carried out and how long its step took."""
+        """Say that a plan was carried out, with those of its parts that were, and how long its step took."""
 
     @property
     def budget(self) -> Bytes:

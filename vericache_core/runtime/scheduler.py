@@ -88,6 +88,11 @@ class Roster:
                 left -= parts[-1].rows
         return parts
 
+    @property
+    def decoding(self) -> list[Schedulable]:
+        """Running requests that may have rows, their prompts being there."""
+        return [request for request in self.running if not (request.prefill or request.away)]
+
     def serve(self, plan: StepPlan) -> None:
         """Remember who had rows."""
         self._steps += 1
@@ -130,7 +135,7 @@ class StaggeredScheduler(Roster):
     def plan(self, now: float) -> StepPlan:
         """See :class:`vericache_core.runtime.schedulable.Scheduler`."""
         start, preempt = self.admit(now)
-        decoding = [request for request in self.running if not request.prefill]
+        decoding = self.decoding
         self._reserve(decoding)
         due, singles = [], []
         for request in decoding:

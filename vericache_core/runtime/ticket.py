@@ -19,16 +19,22 @@ class Ticket:
         arrival: seconds on the loop's clock.
         holds: bytes at its greatest length.
         transient: device bytes of the swap ring while it verifies.
+        away: whether its verify is in the background.
     """
 
     link_seconds = 0.0
     swapped_in = True
 
     def __init__(
-        self, request: Request, arrival: float, holds: Callable[[Request], Bytes], transient: Callable[[Request], float]
+        self,
+        request: Request,
+        arrival: float,
+        holds: Callable[[Request], Bytes],
+        transient: Callable[[Request], float],
+        away: Callable[[Request], bool],
     ) -> None:
         self.request, self.number, self.arrival, self.priority = request, request.number, arrival, request.priority
-        self._holds, self._transient = holds, transient
+        self._holds, self._transient, self._away = holds, transient, away
         self._held: tuple[object, Bytes] | None = None
 
     @property
@@ -49,6 +55,10 @@ class Ticket:
         request = self.request
         pending = len(request.tokens) - request.full.tokens
         return pending if request.full.tokens < request.prompt_tokens or pending > 1 else 0
+
+    @property
+    def away(self) -> bool:
+        return self._away(self.request)
 
     @property
     def drafting(self) -> bool:

@@ -11,6 +11,7 @@ from vericache_core.runtime.costs import CostModel, StepLoad
 from vericache_core.runtime.hazard import PriorBook
 from vericache_core.runtime.rounds import RoundPricer
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
+from vericache_core.runtime.timeline import Span
 from vericache_core.simulate.request import SimulatedRequest
 
 
@@ -29,6 +30,7 @@ class Result:
         latencies: from arrival to last token, of each request.
         first_tokens: from arrival to first token.
         refused: requests that the queue refused.
+        background: verifies that ran beside the steps of others.
     """
 
     tokens: int = 0
@@ -45,6 +47,7 @@ class Result:
     latencies: list[float] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
     refused: int = 0
+    background: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,6 +65,23 @@ class Result:
         return sum(self.windows) / len(self.windows) if self.windows else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A verify in the background.
+
+    Attributes:
+        number: of the request.
+        starts: when it began, and ``arrived`` when its last layer has come in, and ``ends`` when that is computed.
+        load: share of the device's time that it takes until then.
+    """
+
+    number: int
+    starts: float
+    arrived: float
+    ends: float
+    load: float
+
+
 class Simulation:
     """Runs requests to their end.
 
@@ -71,6 +91,9 @@ class Simulation:
         requests: in the order of arrival.
         lockstep: whether the scheduler is the lock-step one; the controllers' prices depend on it.
         book: learns from every round, if given.
+        background: a verify whose swap takes longer than a step that swaps nothing runs beside the steps of others, as in
+            the engine; for requests whose full KV streams in while they verify.
+        listener: hears what happens when, as an observer of the engine's loop does; seconds are virtual.
     """
 
     def __init__(
@@ -81,13 +104,18 @@ class Simulation:
         *,
         lockstep: bool = False,
         book: PriorBook | None = None,
+        background: bool = False,
+        listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep, self.book = costs, scheduler, lockstep, book
+        self.background, self._listener = background, listener
         self.result = Result()
         self.now = 0.0
         self._coming = list(requests)
         self._requests: dict[int, SimulatedRequest] = {}
         self._pricer = RoundPricer(costs)
+        self._flight: Flight | None = None
+        self._step_seconds = float("inf")
 
     def run(self, progress: Callable[[int], None] | None = None) -> Result:
         """Run to the end; ``progress`` is called with the number of finished requests."""
@@ -96,16 +124,17 @@ class Simulation:
         finished = 0
         while self._coming or self._requests:
             self._arrive()
+            self._land()  # before the plan, which must not ask again for what a verdict has settled
+            finished += self._leave()
             plan = self.scheduler.plan(self.now)
-            if not plan.parts:
+            if not plan.parts and self._flight is None:
                 if not self._coming:
                     if self._requests:
                         raise VeriCacheError("the simulation stands still", cause=f"{len(self._requests)} requests wait")
                     break
                 self.now = max(self.now, self._coming[0].arrival)
                 continue
-            seconds = self._step(plan)
-            self.scheduler.done(plan, seconds)
+            self._step(plan)
             finished += self._leave()
             if progress is not None:
                 progress(finished)
@@ -124,12 +153,75 @@ class Simulation:
             if request.controller is not None:
                 self._choose(request)
 
-    def _step(self, plan: StepPlan) -> float:
+    def _step(self, plan: StepPlan) -> None:
+        started = self.now
         for number in plan.preempt:
+            if self._flight is not None and self._flight.number == number:
+                self._wait()
             self._requests[number].preempted()
-        compute = self.costs.compute_seconds(self._load(plan))
-        verifying = [part.number for part in plan.parts if part.phase == "verify"]
-        swapping = [*verifying, *(number for number in plan.streams if number not in verifying)]
+        parts = self._without_slow([part for part in plan.parts if not self._requests[part.number].finished])
+        if parts:
+            self._run(parts, plan.streams)
+        elif self._flight is not None:
+            self.result.exposed_seconds += self._wait()
+        self.scheduler.done(plan, self.now - started)
+
+    def _without_slow(self, parts: Sequence[Part]) -> list[Part]:
+        """Send at most one verify to the background; returns what is left to run now."""
+        if not self.background:
+            return list(parts)
+
+        kept: list[Part] = []
+        chosen: Part | None = None
+        for part in parts:
+            request = self._requests[part.number]
+            if part.phase != "verify" or request.swap_seconds <= self._step_seconds:
+                kept.append(part)
+            elif self._flight is None and chosen is None:
+                chosen = part
+            elif request.may_draft_on:
+                kept.append(Part(part.number, "draft", 1))
+        if chosen is not None and not kept:
+            return [chosen]  # there is nobody to hold up
+        if chosen is not None:
+            request = self._requests[chosen.number]
+            request.away = True
+            compute, link = self.costs.compute_seconds(self._load([chosen])), request.swap_seconds
+            seconds = self.costs.overlapped(compute, link)
+            self._flight = Flight(chosen.number, self.now, self.now + link, self.now + seconds, compute / seconds)
+            self.result.background += 1
+            self.result.swap_seconds += link
+            self.result.swap_bytes += request.swap_bytes
+        return kept
+
+    def _land(self) -> None:
+        """Take in what the background came to, if it did by now."""
+        flight = self._flight
+        if flight is None or flight.ends > self.now:
+            return
+        self._flight = None
+        rows = self._requests[flight.number].drafts + 1
+        self._tell(Span(flight.number, "verify", flight.starts, flight.ends, rows, background=True))
+        self._tell(Span(flight.number, "swap", flight.starts, flight.arrived))
+        self._apply(Part(flight.number, "verify", rows))
+
+    def _tell(self, span: Span) -> None:
+        if self._listener is not None:
+            self._listener(span)
+
+    def _wait(self) -> float:
+        """Stand still until the background is done; returns the seconds."""
+        assert self._flight is not None
+        waited = max(0.0, self._flight.ends - self.now)
+        self.now += waited
+        self._land()
+        return waited
+
+    def _run(self, parts: Sequence[Part], streams: Sequence[int]) -> None:
+        """One step in the foreground."""
+        compute = self._beside(self.costs.compute_seconds(self._load(parts)))
+        verifying = [part.number for part in parts if part.phase == "verify"]
+        swapping = [*verifying, *(number for number in streams if number not in verifying)]
         for number in swapping:
             request = self._requests[number]
             if request.link_left is None:
@@ -139,32 +231,45 @@ class Simulation:
         wait = sum(self._requests[number].link_left or 0.0 for number in verifying)
         seconds = self.costs.overlapped(compute, wait) if wait > 0 else compute
         self.result.exposed_seconds += seconds - compute
-        self._remember(plan, swapping, seconds)
+        self._remember(parts, swapping, seconds)
         left = seconds
         for number in swapping:
             request = self._requests[number]
             if request.link_left:
                 moved = min(left, request.link_left)
+                start = self.now + seconds - left
+                self._tell(Span(number, "swap", start, start + moved))
                 request.link_left, left = request.link_left - moved, left - moved
+        if not swapping:
+            self._step_seconds = compute
         self.now += seconds
-        for part in plan.parts:
+        for part in parts:
+            self._tell(Span(part.number, part.phase, self.now - seconds, self.now, part.rows))
             self._apply(part)
-        return seconds
 
-    def _load(self, plan: StepPlan) -> StepLoad:
+    def _beside(self, compute: float) -> float:
+        """Seconds of a step of ``compute`` seconds while a verify in the background takes its share of the device."""
+        if self._flight is None:
+            return compute
+        left = max(0.0, self._flight.ends - self.now)
+        free = left * (1 - self._flight.load)
+        return compute / (1 - self._flight.load) if compute < free else left + compute - free
+
+    def _load(self, parts: Sequence[Part]) -> StepLoad:
         read = pairs = 0.0
-        for part in plan.parts:
+        for part in parts:
             request = self._requests[part.number]
             read += request.draft_bytes if part.phase == "draft" else request.full_bytes
             if part.rows > 1:
                 pairs += part.rows * (request.tokens + part.rows / 2)
-        return StepLoad(plan.rows, read, pairs)
+        return StepLoad(sum(part.rows for part in parts), read, pairs)
 
-    def _remember(self, plan: StepPlan, swapping: Sequence[int], seconds: float) -> None:
+    def _remember(self, parts: Sequence[Part], swapping: Sequence[int], seconds: float) -> None:
         held = sum(self._requests[request.number].device_bytes for request in self.scheduler.running)
-        held += sum(self._requests[number].swapping_bytes for number in swapping)
+        flying = [] if self._flight is None else [self._flight.number]
+        held += sum(self._requests[number].swapping_bytes for number in [*swapping, *flying])
         self.result.peak_kv_bytes = max(self.result.peak_kv_bytes, held)
-        phases = {part.phase for part in plan.parts}
+        phases = {part.phase for part in parts}
         if phases == {"draft"}:
             self.result.draft_steps.append(seconds)
         elif phases == {"draft", "verify"}:
@@ -197,7 +302,7 @@ class Simulation:
 
     def _choose(self, request: SimulatedRequest) -> None:
         assert request.controller is not None
-        request.window = request.controller.choose(self._prices(request))
+        request.chosen = request.controller.choose(self._prices(request))
 
     def _prices(self, request: SimulatedRequest) -> tuple[float, ...]:
         running = self.scheduler.running

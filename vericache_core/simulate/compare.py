@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, De
 from vericache_core.runtime.rounds import MOST, WINDOWS
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
+from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import WindowController
 from vericache_core.simulate.clock import Result, Simulation
@@ -42,6 +43,8 @@ class Setup:
         rows: most rows of a step.
         seed: of the accepted drafts.
         turns: dealt to requests in turn: hazards of which each holds for ``turn`` tokens; none for the arrivals' own.
+        background: with a ring, verifies whose swap takes longer than a step run beside the steps of others.
+        running: requests that run at a time, if there is room; None for as many as look best.
     """
 
     costs: CostModel
@@ -59,10 +62,12 @@ class Setup:
     seed: int = 0
     turns: Sequence[Sequence[float]] = ()
     turn: int = 100
+    background: bool = True
+    running: int | None = None
 
 
-def simulate(setup: Setup) -> Result:
-    """Run the workload.
+def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Result:
+    """Run the workload; ``listener`` hears what happens when.
 
     Raises:
         ConfigError: options conflict, or a request cannot fit.
@@ -72,7 +77,9 @@ def simulate(setup: Setup) -> Result:
     if setup.window is not None and not 0 <= setup.window <= MOST:
         raise ConfigError(f"window: expected 0 to {MOST}, got {setup.window}")
     modes, running = _modes(setup)
-    if setup.order == "lockstep":
+    if setup.running is not None:
+        running = setup.running
+    elif setup.order == "lockstep":
         running = len(setup.arrivals)  # those that find no room verify in the steps after
     policy = AdmissionPolicy(queue=max(1024, len(setup.arrivals)), running=running)
     scheduler: Scheduler
@@ -99,12 +106,15 @@ def simulate(setup: Setup) -> Result:
         )
         for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
     ]
-    return Simulation(setup.costs, scheduler, requests, lockstep=_in_step(setup), book=book).run()
+    background = setup.background and setup.compression.ring > 0
+    return Simulation(
+        setup.costs, scheduler, requests, lockstep=_in_step(setup), book=book, background=background, listener=listener
+    ).run()
 
 
 def _in_step(setup: Setup) -> bool:
     """Whether swaps hide behind the step that verifies, and no other."""
-    return setup.order == "lockstep" or setup.compression.ring > 0
+    return setup.order == "lockstep" or (setup.compression.ring > 0 and not setup.background)
 
 
 def _step_seconds(setup: Setup) -> float:

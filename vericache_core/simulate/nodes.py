@@ -198,6 +198,11 @@ class Job:
         return self.streams
 
     @property
+    def away(self) -> bool:
+        """See the protocol."""
+        return False
+
+    @property
     def swapped_in(self) -> bool:
         """See the protocol."""
         return not self.streams or (self.arrives is not None and self.arrives <= self.now() + 1e-12)

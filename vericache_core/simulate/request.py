@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.modes import Demand, Mode
-from vericache_core.runtime.rounds import Situation
+from vericache_core.runtime.rounds import MOST, Situation
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import WindowController
@@ -22,8 +22,8 @@ class Compression:
         keep: draft KV of a prefix as a fraction of its full KV, in bytes.
         hazard: chance per drafted token to differ.
         delta: whether a swap moves only what the draft KV lacks (token dropping) or everything (quantization).
-        ring: layers of full KV on the device at a time, streamed in during the verify's own step; 0 for the whole
-            cache, streamed in ahead of it.
+        ring: layers of full KV on the device at a time, streamed in while the verify computes, as in the engine; 0 for
+            the whole cache, streamed in ahead of it, as in the paper.
     """
 
     keep: float = 0.2
@@ -33,7 +33,12 @@ class Compression:
 
 
 class SimulatedRequest:
-    """See :class:`vericache_core.runtime.schedulable.Schedulable` for the properties that schedulers read."""
+    """See :class:`vericache_core.runtime.schedulable.Schedulable` for the properties that schedulers read.
+
+    Attributes:
+        chosen: drafts of the round under way, by its controller or for good.
+        away: its verify is in the background.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,8 @@ class SimulatedRequest:
         turn: int = 100,
     ) -> None:
         self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
-        self.mode, self.tier, self.controller, self.window = mode, tier, controller, window
+        self.mode, self.tier, self.controller, self.chosen = mode, tier, controller, window
+        self.away = False
         self.prompt, self.new_tokens = arrival.prompt_tokens, arrival.new_tokens
         self._hazards = hazards or (compression.hazard if arrival.hazard is None else arrival.hazard,)
         self._turn = turn
@@ -71,6 +77,16 @@ class SimulatedRequest:
     def drafting(self) -> bool:
         """See the protocol."""
         return self.mode != "plain"
+
+    @property
+    def window(self) -> int:
+        """See the protocol."""
+        return self.chosen
+
+    @property
+    def may_draft_on(self) -> bool:
+        """Whether it may draft beyond its window while its verify has to wait, as in the engine."""
+        return self.drafts < min(self.most, 2 * self.chosen, MOST)
 
     @property
     def most(self) -> int:
@@ -91,7 +107,7 @@ class SimulatedRequest:
     @property
     def transient(self) -> float:
         """See the protocol."""
-        return self._swap_bytes(self.new_tokens) * ring_share(self._compression, self._costs)
+        return self._resident(self.new_tokens)
 
     @property
     def link_seconds(self) -> float:
@@ -133,7 +149,7 @@ class SimulatedRequest:
     @property
     def swapping_bytes(self) -> float:
         """Bytes on the device because of a swap."""
-        return self.swap_bytes * ring_share(self._compression, self._costs)
+        return self._resident(self.committed)
 
     @property
     def device_bytes(self) -> float:
@@ -151,6 +167,12 @@ class SimulatedRequest:
         full = (self.prompt + committed) * self._token_bytes
         return full - self._draft_bytes(committed) if self._compression.delta else full
 
+    def _resident(self, committed: int) -> float:
+        if self.mode != "offloaded":
+            return 0.0
+        full = (self.prompt + committed) * self._token_bytes
+        return on_device(self._compression, self._costs, full, self._swap_bytes(committed))
+
     # -- rounds --------------------------------------------------------------------------------------
 
     def verify(self) -> int:
@@ -159,7 +181,7 @@ class SimulatedRequest:
         while accepted < self.drafts and self._numbers.random() >= self.hazard(self.committed + accepted):
             accepted += 1
         self.committed += accepted + 1
-        self.drafts, self.link_left = 0, None
+        self.drafts, self.link_left, self.away = 0, None, False
         return accepted
 
     def hazard(self, token: int) -> float:
@@ -179,12 +201,12 @@ class SimulatedRequest:
 
     def preempted(self) -> None:
         """Everything it held is gone and will be computed again."""
-        self.prefill, self.drafts, self.link_left = self.prompt + self.committed, 0, None
+        self.prefill, self.drafts, self.link_left, self.away = self.prompt + self.committed, 0, None, False
 
 
-def ring_share(compression: Compression, costs: CostModel) -> float:
-    """Share of a swap that is on the device at a time."""
-    return min(1.0, compression.ring / costs.layers) if compression.ring else 1.0
+def on_device(compression: Compression, costs: CostModel, full: float, swap: float) -> float:
+    """Bytes on the device while a swap of ``swap`` bytes is under way; slots of a ring hold all rows of their layers."""
+    return full * min(1.0, compression.ring / costs.layers) if compression.ring else swap
 
 
 def demand(arrival: Arrival, compression: Compression, token_bytes: int, costs: CostModel, tier: str, hazard: float) -> Demand:
@@ -193,4 +215,4 @@ def demand(arrival: Arrival, compression: Compression, token_bytes: int, costs: 
     full = tokens * token_bytes
     draft = (arrival.prompt_tokens * compression.keep + arrival.new_tokens) * token_bytes
     swap = full - draft if compression.delta else full
-    return Demand(tokens, full, draft, swap, swap * ring_share(compression, costs), tier, hazard, arrival.new_tokens)
+    return Demand(tokens, full, draft, swap, on_device(compression, costs, full, swap), tier, hazard, arrival.new_tokens)

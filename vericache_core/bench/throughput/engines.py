@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from vericache_core.bench.runs import KeptKV
-from vericache_core.bench.throughput.held import HeldEngine, Link
+from vericache_core.bench.throughput.held import HeldEngine
 from vericache_core.bench.throughput.measured import Measured, Trace, Unavailable
 from vericache_core.bench.throughput.workloads import Workload
 from vericache_core.config import EngineConfig, replace
 from vericache_core.errors import ConfigError
+from vericache_core.model.load import load_model
 from vericache_core.plugins.registry import Registry
 from vericache_core.runtime.request import Request
 
@@ -38,18 +39,23 @@ class Shop:
         self._sources: dict[tuple[int, ...], KeptKV] = {}
         self._engine: HeldEngine | None = None
         self._bandwidth: float | None = None
+        self._assistant: tuple[Any, Any] | None = None
 
-    def engine(self, changes: Mapping[str, Any], link: Link) -> HeldEngine:
+    def engine(self, changes: Mapping[str, Any]) -> HeldEngine:
         """An engine over the shared weights.
 
         Raises:
             ConfigError: the engine does not know or does not take one of ``changes``.
         """
-        return HeldEngine(self.model, self.tokenizer, replace(self.config, **changes), self.registry, link)
+        config = replace(self.config, **changes)
+        if config.proposer == "assistant" and config.assistant is not None and self._assistant is None:
+            weights = next(self.model.parameters())
+            self._assistant = load_model(config.assistant, weights.dtype, str(weights.device))
+        return HeldEngine(self.model, self.tokenizer, config, self.registry, self._assistant)
 
     def plain_engine(self) -> HeldEngine:
         if self._engine is None:
-            self._engine = self.engine({"compressor": None}, Link())
+            self._engine = self.engine({"compressor": None, "proposer": "none"})
         return self._engine
 
     def sources(self, workload: Workload) -> dict[tuple[int, ...], KeptKV]:
@@ -117,7 +123,6 @@ class EngineSystem:
     def __post_init__(self) -> None:
         self._engine: HeldEngine | None = None
         self._built: dict[str, Any] = {}
-        self._link = Link()
 
     @property
     def lossless(self) -> bool:
@@ -127,16 +132,15 @@ class EngineSystem:
         changes = dict(self.changes)
         if workload.tier is not None and changes.get("compressor") is not None:
             changes["full_kv"] = workload.tier
+            if workload.slowdown is not None:
+                changes["link_bytes_per_s"] = self.shop.memory_bandwidth() / workload.slowdown
         changes["device_budget"] = self.shop.budget(workload)
         try:
             if self._engine is None or changes != self._built:
                 self.close()
-                self._engine, self._built = self.shop.engine(changes, self._link), changes
+                self._engine, self._built = self.shop.engine(changes), changes
         except ConfigError as error:
             raise Unavailable(f"the engine does not take it: {error.message.removeprefix('replace(): ')}") from error
-        self._link.bytes_per_second = None
-        if workload.slowdown is not None:
-            self._link.bytes_per_second = self.shop.memory_bandwidth() / workload.slowdown
         self.shop.sources(workload)
 
     def run(self, workload: Workload) -> Measured:
@@ -188,8 +192,8 @@ class EngineSystem:
             compress_seconds=sum(each.seconds.get("compress", 0.0) for each in metrics),
             peak_device_kv_bytes=found.peak_device_bytes,
             swap_bytes=moved,
-            swap_seconds=sum(end - start for start, end, _ in self._link.swaps),
-            swap_hidden_fraction=self._link.hidden_fraction(),
+            swap_seconds=found.swap_seconds,
+            swap_hidden_fraction=found.hidden_fraction,
             drafted=sum(each.drafted for each in metrics),
             accepted=sum(each.accepted for each in metrics),
             steps=found.steps,

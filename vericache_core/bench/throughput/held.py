@@ -10,87 +10,47 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from vericache_core.bench.runs import KeptKV, copy_prefix
 from vericache_core.bench.throughput.measured import Trace
 from vericache_core.bench.throughput.workloads import Prompt
 from vericache_core.cache.full import FullKV
-from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.errors import CompressorFault
-from vericache_core.plugins.registry import Registry
 from vericache_core.runtime.admission import held
+from vericache_core.runtime.observer import LoopObserver
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import run_tile
-
-
-@dataclass
-class Link:
-    """The way from the slower tier to the device: how fast it may be, and what happened on it.
-
-    Attributes:
-        bytes_per_second: limit; ``None`` for as fast as it goes.
-        swaps: ``(from, to, full KV)`` of each layer that came in.
-        waited: seconds in which decoding stood still for a layer, as the loop counts them.
-    """
-
-    bytes_per_second: float | None = None
-    swaps: list[tuple[float, float, FullKV]] = field(default_factory=list)
-    waited: float = 0.0
-
-    def reset(self) -> None:
-        self.swaps.clear()
-        self.waited = 0.0
-
-    def hidden_fraction(self) -> float | None:
-        """Share of the swaps' time in which no step waited; ``None`` without swaps."""
-        busy = sum(end - start for start, end, _ in self.swaps)
-        return max(0.0, 1.0 - self.waited / busy) if busy else None
-
-
-class WatchedKV(FullKV):
-    """Full KV whose swaps are timed and held back to the speed of the link. Writes are not held back."""
-
-    link: Link
-
-    def _fill(self, *args: Any, **kwargs: Any) -> None:
-        started, before = time.perf_counter(), self.moved_bytes
-        super()._fill(*args, **kwargs)
-        if self.link.bytes_per_second is not None:
-            due = started + (self.moved_bytes - before) / self.link.bytes_per_second
-            time.sleep(max(0.0, due - time.perf_counter()))
-        self.link.swaps.append((started, time.perf_counter(), self))
+from vericache_core.runtime.timeline import Span
 
 
 @dataclass
 class Decoded:
-    """What decoding took."""
+    """What decoding took.
+
+    Attributes:
+        swap_seconds: in which the link was busy, and ``exposed_seconds`` in which decoding stood still for it.
+    """
 
     seconds: float
     tokens: int
     steps: int
     peak_device_bytes: int
     trace: Trace
+    swap_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Share of the swaps' time in which no step waited; ``None`` without swaps."""
+        return max(0.0, 1.0 - self.exposed_seconds / self.swap_seconds) if self.swap_seconds else None
 
 
 class HeldEngine(Engine):
     """An engine with a clock around decoding; see the module docstring."""
-
-    def __init__(self, model: Any, tokenizer: Any, config: EngineConfig, registry: Registry | None, link: Link) -> None:
-        self.link = link
-        super().__init__(model, tokenizer, config, registry)
-
-    def _full_kv(self, *args: Any, **kwargs: Any) -> FullKV:
-        full = super()._full_kv(*args, **kwargs)
-        # The same object under another class: where its rows live is the engine's decision, not ours.
-        full.__class__ = WatchedKV
-        assert isinstance(full, WatchedKV)
-        full.link = self.link
-        return full
 
     def prefill(self, prompt: Prompt) -> KeptKV:
         """The rows of a prompt on the device, to be copied from; ``free()`` ends them."""
@@ -144,41 +104,49 @@ class HeldEngine(Engine):
         Raises:
             VeriCacheError: a request failed.
         """
-        clock, waiting, running = _Clock(), deque(requests), list[Request]()
-        watch, steps, first, outside = _Watch(self.link, clock), 0, 0, 0.0
-        self.link.reset()
-        self.loop.peak_device_kv_bytes = 0
-        exposed = self.loop.exposed_seconds
-        while waiting or running:
-            while waiting and (not running or self.fits(waiting[0], running)):
-                self.loop.settle()
-                clock.stop()
-                before, swaps = self.loop.exposed_seconds, len(self.link.swaps)
-                for request in running:  # nobody gains a token while the clock stands
-                    self.loop.release(request)
-                begin(waiting[0])
+        loop, clock, waiting, running = self.loop, _Clock(), deque(requests), list[Request]()
+        watch, steps, first = _Watch(clock), 0, 0
+        loop.peak_device_kv_bytes = 0
+        linked, exposed = loop.swap_seconds, loop.exposed_seconds
+        before, loop.observer = loop.observer, watch
+        try:
+            while waiting or running:
+                while waiting and (not running or self.fits(waiting[0], running)):
+                    loop.settle()
+                    clock.stop()
+                    outside = loop.swap_seconds, loop.exposed_seconds
+                    for request in running:  # nobody gains a token while the clock stands
+                        loop.release(request)
+                    begin(waiting[0])
+                    for request in running:
+                        loop.add(request)
+                    linked += loop.swap_seconds - outside[0]
+                    exposed += loop.exposed_seconds - outside[1]
+                    first += len(waiting[0].generated)
+                    running.append(waiting.popleft())
+                    loop.add(running[-1])
+                    watch.add(running[-1])
+                clock.go()
+                loop.step()
+                steps += 1
+                watch.after_step(clock.seconds, loop.ring.nbytes)
                 for request in running:
-                    self.loop.add(request)
-                outside += self.loop.exposed_seconds - before
-                del self.link.swaps[swaps:]
-                first += len(waiting[0].generated)
-                running.append(waiting.popleft())
-                self.loop.add(running[-1])
-                watch.add(running[-1])
-            clock.go()
-            earlier = clock.seconds
-            self.loop.step()
-            steps += 1
-            watch.after_step(earlier, clock.seconds, self.loop.ring.nbytes)
-            for request in running:
-                if request.error is not None:
-                    raise request.error
-            running = [request for request in running if not request.finished]
+                    if request.error is not None:
+                        raise request.error
+                running = [request for request in running if not request.finished]
+        finally:
+            loop.observer = before
         clock.stop()
-        self.link.waited = self.loop.exposed_seconds - exposed - outside
-        watch.add_swaps()
         tokens = sum(len(request.generated) for request in requests) - first
-        return Decoded(clock.seconds, tokens, steps, self.loop.peak_device_kv_bytes, watch.trace)
+        return Decoded(
+            clock.seconds,
+            tokens,
+            steps,
+            loop.peak_device_kv_bytes,
+            watch.trace,
+            loop.swap_seconds - linked,
+            loop.exposed_seconds - exposed,
+        )
 
     def draft_only(self, requests: Sequence[Request]) -> Decoded:
         """Let held requests draft all their tokens, which nobody verifies: what a compressor alone would give.
@@ -187,18 +155,18 @@ class HeldEngine(Engine):
             CompressorFault: a request has no compressed KV.
         """
         clock = _Clock()
-        watch, steps = _Watch(self.link, clock), 0
+        watch, steps = _Watch(clock), 0
         for request in requests:
             watch.add(request)
         clock.go()
         while waiting := [r for r in requests if len(r.generated) + len(r.drafts) < r.params.max_new_tokens]:
             for first in range(0, len(waiting), self.adapter.rows):
-                earlier = clock.seconds
+                started = time.perf_counter()
                 self._draft(waiting[first : first + self.adapter.rows])
-                steps, now = steps + 1, clock.seconds
+                steps, ended = steps + 1, time.perf_counter()
                 for request in waiting[first : first + self.adapter.rows]:
-                    request.metrics.add_seconds("draft", now - earlier)
-                watch.after_step(earlier, now, 0)
+                    watch.happened(Span(request.number, "draft", started, ended, 1))
+                watch.after_step(clock.seconds, 0)
         clock.stop()
         peak = max((device for _, device, _, _ in watch.trace.memory), default=0)
         return Decoded(clock.seconds, sum(len(request.drafts) for request in requests), steps, peak, watch.trace)
@@ -228,6 +196,10 @@ class _Clock:
     def seconds(self) -> float:
         return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
 
+    @property
+    def runs(self) -> bool:
+        return self._since is not None
+
     def go(self) -> None:
         if self._since is None:
             self._since = time.perf_counter()
@@ -242,40 +214,40 @@ class _Clock:
         return before + moment - since
 
 
-class _Watch:
-    """Finds out after each step who was in it, from the counters that requests keep anyway."""
+class _Watch(LoopObserver):
+    """Puts into a trace what the loop tells of its requests, and what they hold after each step."""
 
-    def __init__(self, link: Link, clock: _Clock) -> None:
-        self._link, self._clock, self.trace = link, clock, Trace()
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self.trace = clock, Trace()
         self._requests: list[Request] = []
-        self._seconds: list[dict[str, float]] = []
         self._rounds: list[int] = []
-        self._numbers: dict[int, int] = {}
+        self._places: dict[int, int] = {}
 
     def add(self, request: Request) -> None:
         """Watch ``request`` from now on."""
-        self._numbers[id(request.full)] = len(self._requests)
+        self._places[request.number] = len(self._requests)
         self._requests.append(request)
-        self._seconds.append(dict(request.metrics.seconds))
         self._rounds.append(request.metrics.rounds)
 
-    def after_step(self, start: float, end: float, ring_bytes: int) -> None:
+    def happened(self, span: Span) -> None:
+        """See the base; what happens while the clock stands belongs to no run."""
+        place = self._places.get(span.number)
+        if place is None or not self._clock.runs:
+            return
+        start, end = self._clock.when(span.start), self._clock.when(span.end)
+        if span.kind == "swap":
+            self.trace.swaps.append((start, end, place))
+        else:
+            self.trace.phases.append((start, end, place, "background" if span.background else span.kind))
+
+    def after_step(self, now: float, ring_bytes: int) -> None:
+        """Look at what requests hold ``now``, in seconds of the clock."""
         device, tiers = ring_bytes, {"device": 0, "host": 0, "disk": 0}
-        for number, request in enumerate(self._requests):
-            seconds = request.metrics.seconds
-            for phase, total in seconds.items():
-                if phase != "compress" and total != self._seconds[number].get(phase, 0.0):
-                    self.trace.phases.append((start, end, number, phase))
-            self._seconds[number] = dict(seconds)
-            if request.metrics.rounds != self._rounds[number]:
-                self._rounds[number] = request.metrics.rounds
+        for place, request in enumerate(self._requests):
+            if request.metrics.rounds != self._rounds[place]:
+                self._rounds[place] = request.metrics.rounds
                 drafted, accepted = request.metrics.drafted_per_round[-1], request.metrics.accepted_per_round[-1]
-                self.trace.windows.append((end, number, drafted, accepted))
+                self.trace.windows.append((now, place, drafted, accepted))
             device += request.device_bytes()
             tiers[request.full.tier] += request.full.tier_bytes
-        self.trace.memory.append((end, device, tiers["host"], tiers["disk"]))
-
-    def add_swaps(self) -> None:
-        for start, end, full in self._link.swaps:
-            if id(full) in self._numbers:
-                self.trace.swaps.append((self._clock.when(start), self._clock.when(end), self._numbers[id(full)]))
+        self.trace.memory.append((now, device, tiers["host"], tiers["disk"]))

@@ -32,7 +32,7 @@ def own_systems(
     from vericache_core.bench.throughput.engines import EngineSystem
     from vericache_core.bench.throughput.huggingface import HuggingFaceSystem
 
-    own: list[System] = [EngineSystem(shop, PLAIN, {"compressor": None, "options": {}})]
+    own: list[System] = [EngineSystem(shop, PLAIN, {"compressor": None, "options": {}, "proposer": "none"})]
     for number, (name, options) in enumerate(settings):
         label = name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
         changes = {"compressor": name, "options": options}

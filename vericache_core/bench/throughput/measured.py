@@ -14,7 +14,8 @@ class Trace:
     """What happened when, for the plots; seconds count from the beginning of decoding.
 
     Attributes:
-        phases: ``(from, to, request, phase)`` per step and request that had rows in it.
+        phases: ``(from, to, request, phase)`` per step and request that had rows in it; ``background`` is a verify
+            that ran beside the steps of others.
         swaps: ``(from, to, request)`` per layer of full KV that came in.
         windows: ``(at, request, drafted, accepted)`` per verify round.
         memory: ``(at, device bytes, host bytes, disk bytes)`` of KV.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vericache_core.bench.throughput.measured import Trace
 from vericache_core.bench.throughput.rows import Record
-from vericache_core.bench.throughput.svg import Series, Span, lanes, plot
+from vericache_core.bench.throughput.svg import WIDTH, Series, Span, lanes, plot
 from vericache_core.bench.throughput.table import HEADER, LEGEND, cells
 
 STYLE: Final = """
@@ -19,7 +19,15 @@ table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .25rem .6
 border-bottom: 1px solid #8884; } .bad { color: #dc2626; font-weight: bold; } .plots { display: flex; flex-wrap: wrap;
 gap: 1rem; } svg { max-width: 100%; height: auto; }
 """
-PHASES: Final = {"prefill": "#94a3b8", "decode": "#0891b2", "draft": "#2563eb", "verify": "#d97706", "swap": "#dc2626"}
+PHASES: Final = {
+    "prefill": "#94a3b8",
+    "decode": "#0891b2",
+    "draft": "#2563eb",
+    "verify": "#d97706",
+    "background": "#fcd34d",
+    "swap": "#dc2626",
+}
+"""Colours; ``background`` is a verify that ran beside the steps of others."""
 TIERS: Final = ("device", "host", "disk")
 
 
@@ -74,12 +82,13 @@ def _inside(record: Record, trace: Trace) -> str:
 
 def _timeline(trace: Trace) -> str:
     count = 1 + max(number for _, _, number, _ in trace.phases)
+    unseen = max(end for _, end, _, _ in trace.phases) / (2 * WIDTH)
     spans: list[Span] = []
     newest: dict[int, int] = {}
     for start, end, number, phase in trace.phases:
         at = newest.get(number)
-        # Steps of one phase in a row are one bar: a page of thousands of bars would not open.
-        if at is not None and spans[at].kind == phase and start - spans[at].end < 1e-6:
+        # Steps of one phase in a row are one bar, where no gap could be seen: a page of thousands of bars would not open.
+        if at is not None and spans[at].kind == phase and start - spans[at].end < unseen:
             spans[at] = Span(number, spans[at].start, end, phase)
         else:
             newest[number] = len(spans)
