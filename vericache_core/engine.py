@@ -373,12 +373,13 @@ class Engine:
         if mode in ("plain", "remote"):  # where the full KV is elsewhere, so is what compresses it
             drafter = None
         request = self.make_request(ids, params, self._full_kv(drafter, mode), drafter, priority)
-        if drafter is not None and name is not None:
-            request.pace = self.planner.pace(request, name, self.loop.company)
         if self.config.proposer == "ngram":
             request.proposer = NGramProposer()
         if self._assistant is not None:
             request.proposer = AssistantProposer(self._assistant, request.chooser.draft, len(ids))
+        request.direct = self.planner.direct(request, self.loop.company)
+        if drafter is not None and name is not None:
+            request.pace = self.planner.pace(request, name, self.loop.company)
         request.metrics.mode = mode
         request.metrics.compressor, request.metrics.identity = name, self.admission.identity
         request.protected = protected

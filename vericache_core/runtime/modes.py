@@ -43,6 +43,7 @@ class Demand:
         hazard: expected, of its drafts.
         new_tokens: that it will generate.
         setup_seconds: of compressing its prefix.
+        plain_gain: tokens that a plain one gets in the time of one, by proposals that the full KV is asked about.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class Demand:
     hazard: float = 0.05
     new_tokens: int = 128
     setup_seconds: float = 0.0
+    plain_gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def _plain(costs: CostModel, demand: Demand, requests: int, budget: float) -> Mi
 
     def rated(count: int) -> Mix:
         seconds = round_seconds(costs, Situation(count, demand.tokens, demand.full_bytes, demand.draft_bytes), 0)
-        return Mix(count, 0, 0, 0, 1 / seconds)
+        return Mix(count, 0, 0, 0, demand.plain_gain / seconds)
 
     rest = requests % count
     return _to_the_end(rated(count), requests, rest, rated(rest)) if rest else rated(count)

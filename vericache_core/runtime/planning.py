@@ -12,11 +12,13 @@ from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.calibration import load_calibration, prior_key
 from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, guess_book
 from vericache_core.runtime.hazard import Prior, PriorBook
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, SWAP_MARGIN, Demand, Mode, best_mix
 from vericache_core.runtime.pace import Pace
+from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.rounds import WINDOWS, RoundPricer, Situation
 from vericache_core.runtime.schedulable import Bytes, Scheduler
@@ -28,6 +30,8 @@ LINK_TOLERANCE = 0.1
 HOPED_SHARE = 0.5
 """Bytes of a compressed prefix over those of the full one: of a compressor that names no budget, for the choice of a mode
 until one was seen. Budgets reckon with all of them."""
+UNSEEN_STEPS = 4
+"""Draft steps without proposals that a request's own are averaged with."""
 UNBOUNDED = 1e18
 """Bytes that stand for no budget."""
 
@@ -54,7 +58,7 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             found.check_link(config.calibration, config.link_bytes_per_s)
             self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
-        self.book = PriorBook(priors)
+        self.book, self._guesses = PriorBook(priors), guess_book()
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
@@ -113,6 +117,7 @@ class Planner:
                 "host" if tier == "device" else tier,
                 self.book.prior(self._key(compressor)).hazard,
                 new_tokens,
+                plain_gain=self._plain_gain(tokens, full, requests),
             )
             mix = best_mix(
                 self.pricer.costs,
@@ -126,6 +131,25 @@ class Planner:
             return mix.mode(0)
         return "pinned" if self.config.mode == "pinned" or self.config.full_kv == "device" else "offloaded"
 
+    def _plain_gain(self, tokens: int, full: float, requests: int) -> float:
+        """How much faster than token by token a plain request is, as far as proposals to the full KV have been seen."""
+        if self.config.proposer != "ngram" or self.config.window != "auto":
+            return 1.0
+        budget = float(self.config.device_budget or UNBOUNDED)
+        situation = Situation(max(1, min(requests, int(budget // full))), tokens, full, full)
+        prices = self.pricer.direct_prices(situation, MOST_PROPOSALS)
+        return prices[0] / DirectBelief(self._guesses).best(prices)[1]
+
+    def direct(self, request: Request, company: Callable[[], tuple[int, int]]) -> DirectPace | None:
+        """What says how many proposals the full KV of ``request`` is asked about; None where nothing is chosen by cost."""
+        if self.config.window != "auto" or not isinstance(request.proposer, NGramProposer):
+            return None
+
+        def prices() -> tuple[float, ...]:
+            return self.pricer.direct_prices(self._situation(request, company), MOST_PROPOSALS)
+
+        return DirectPace(request.proposer, self._guesses, prices, request.prompt_tokens)
+
     def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
         """A window controller for ``request`` if windows are chosen; ``company`` counts requests, and those that swap."""
         if self.config.window != "auto":
@@ -134,22 +158,37 @@ class Planner:
         controller = WindowController(self.book.prior(key), request.params.max_new_tokens)
 
         def prices() -> tuple[float, ...]:
-            requests, swapping = company()
-            tokens, draft = request.full.tokens, request.draft
-            full = float(tokens * self._token_bytes)
-            held = full if draft is None else float(draft.device_bytes)
-            swapped = 0.0
-            if request.full.offloaded:
-                swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
-            tier = "host" if self.config.full_kv == "device" else self.config.full_kv
-            situation = Situation(max(1, requests), tokens, full, held, swapped, tier, swapping, self._lockstep)
-            found, proposer = self.pricer.prices(situation), request.proposer
+            found, proposer = self.pricer.prices(self._situation(request, company)), request.proposer
             if proposer is None:
                 return found
             # Requests propose one after the other, so each pays its own time and nobody else's.
             return tuple(price + proposer.seconds(window) for window, price in enumerate(found))
 
-        return Pace(controller, prices, self.book, key)
+        return Pace(controller, prices, self.book, key, request.direct)
+
+    def _situation(self, request: Request, company: Callable[[], tuple[int, int]]) -> Situation:
+        requests, swapping = company()
+        tokens, draft = request.full.tokens, request.draft
+        full = float(tokens * self._token_bytes)
+        held = full if draft is None else float(draft.device_bytes)
+        swapped = 0.0
+        if request.full.offloaded:
+            swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
+        tier = "host" if self.config.full_kv == "device" else self.config.full_kv
+        steps = request.draft_steps
+        return Situation(
+            max(1, requests),
+            tokens,
+            full,
+            held,
+            swapped,
+            tier,
+            swapping,
+            self._lockstep,
+            # A few steps that brought one token each are believed in before any was seen.
+            (request.step_drafts + UNSEEN_STEPS) / (steps + UNSEEN_STEPS),
+            (request.draft_rows - steps) / (steps + UNSEEN_STEPS),
+        )
 
     def holds(self, request: Request) -> Bytes:
         """Bytes of ``request`` at its greatest length: an estimate until its prefix is compressed, then a measurement."""

@@ -76,13 +76,39 @@ class NGramProposer(Proposer):
 
     def propose(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """See the base."""
+        return self.guess(tokens, drafts, min(most, self._length.value))
+
+    def guess(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that may follow, however few held lately."""
         self._index(tokens, len(tokens))
-        end = [*tokens[-self._sizes[0] :], *drafts][-self._sizes[0] :]
-        count = min(most, self._length.value)
-        for size in self._sizes:
+        return self._look_up(tokens, len(tokens), [*tokens[-self._sizes[0] :], *drafts], most)
+
+    def replay(self, tokens: Sequence[int], start: int, most: int) -> list[tuple[int, int]]:
+        """``(proposed, agreed)`` of the rounds that asking directly would have taken from ``tokens[start]`` to the end.
+
+        Nothing behind ``start`` may have been proposed for yet: what follows is looked up as it was known then.
+        """
+        rounds: list[tuple[int, int]] = []
+        while start < len(tokens):
+            self._index(tokens, start)
+            end = tokens[max(0, start - self._sizes[0]) : start]
+            found = self._look_up(tokens, start, end, min(most, len(tokens) - start))
+            agreed = 0
+            while agreed < len(found) and found[agreed] == tokens[start + agreed]:
+                agreed += 1
+            rounds.append((len(found), agreed))
+            start += agreed + 1
+        return rounds
+
+    def _look_up(self, tokens: Sequence[int], known: int, end: Sequence[int], most: int) -> list[int]:
+        """What followed the last occurrence of ``end`` in the first ``known`` tokens; where they end, it repeats itself."""
+        for size in self._sizes if most > 0 else ():
             at = self._seen.get(tuple(end[-size:])) if len(end) >= size else None
-            if at is not None and count > 0:
-                return list(tokens[at : at + count])
+            if at is not None:
+                found = list(tokens[at : min(at + most, known)])
+                while len(found) < most:
+                    found.append(found[at + len(found) - known])
+                return found
         return []
 
     def told(self, proposed: int, accepted: int) -> None:

@@ -20,6 +20,7 @@ from vericache_core.cache.full import FullKV
 from vericache_core.compressor import Compressor
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.choose import Choice, TokenChooser
+from vericache_core.runtime.direct import DirectPace
 from vericache_core.runtime.metrics import NEAR_TIE, RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.pace import Pace
@@ -56,6 +57,8 @@ class Request:
     Attributes:
         pace: chooses the window of every round, when given.
         proposer: guesses tokens for the drafter, or for the full KV while nothing is drafted.
+        direct: says how many of its guesses the full KV is asked about, when given.
+        draft_steps, draft_rows, step_drafts: steps that drafted, their rows, and the tokens that they brought.
         pinned: whether the full KV stays on the device.
         links: keys of the chunks of its tokens, as far as a prefix store asked for them.
         chunks_stored: first chunks that came from the store or were given to it.
@@ -85,8 +88,10 @@ class Request:
         self.drafts: list[int] = []
         self.verifying = False
         self.round_drafted = self.round_accepted = 0
+        self.draft_steps = self.draft_rows = self.step_drafts = 0
         self.pace: Pace | None = None
         self.proposer: Proposer | None = None
+        self.direct: DirectPace | None = None
         self._proposed: list[int] = []
         self._round_open = False
         self.error: VeriCacheError | None = None
@@ -155,7 +160,7 @@ class Request:
             if self.draft is not None:
                 self.draft.retract()
             if not self.drafts:
-                self.drafts = self._proposed = self._propose(self.most_drafts)
+                self.drafts = self._proposed = self._propose_directly(self.most_drafts)
         if not self.drafts:
             return Want("decode", tuple(pending), at)
         return Want("verify", (*pending, *self.drafts), at)
@@ -163,6 +168,12 @@ class Request:
     def _propose(self, most: int) -> list[int]:
         found = None if most <= 0 else self._guarded(lambda proposer: proposer.propose(self.tokens, self.drafts, most))
         return found or []
+
+    def _propose_directly(self, most: int) -> list[int]:
+        direct = self.direct
+        if direct is None:
+            return self._propose(most)
+        return self._guarded(lambda _: direct.propose(self.tokens, most)) or []
 
     def _guarded(self, ask: Callable[[Proposer], T]) -> T | None:
         """What the proposer answers; None without one, and from when on it has failed."""
@@ -173,7 +184,9 @@ class Request:
         except Exception as error:  # noqa: BLE001 (whatever a proposer raises costs speed, never tokens)
             cause = describe(error)
         self.proposer.close()
-        self.proposer = None
+        self.proposer = self.direct = None
+        if self.pace is not None:
+            self.pace.direct = None
         log.warning("request %d: the proposer failed (%s); going on without", self.number, cause)
         self.metrics.degraded.append(f"proposer failed: {cause}")
         return None
@@ -196,6 +209,9 @@ class Request:
             if agreed == len(proposed) or self.drafts[-1] != proposed[agreed]:
                 break
             agreed += 1
+        self.draft_steps += 1
+        self.draft_rows += len(logits)
+        self.step_drafts += agreed + 1
         self._told(len(proposed), agreed)
 
     def _told(self, proposed: int, agreed: int) -> None:
@@ -251,6 +267,9 @@ class Request:
             drafted = accepted = 0
         else:
             drafted, accepted = self.round_drafted, self.round_accepted
+        direct = self.direct
+        if direct is not None:
+            self._guarded(lambda _: direct.round_ended(self.tokens))
         if self.pace is not None and self.draft is not None:
             self.pace.round_ended(drafted, accepted)
         self.round_drafted = self.round_accepted = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +28,8 @@ class Situation:
         tier: where they come from.
         swapping: requests that share the link, this one included.
         lockstep: all draft, then all verify, so that a swap hides behind verifying only.
+        drafts_per_step: tokens that a draft step brings, more than one with a proposer.
+        proposed: rows of a draft step beside the first.
     """
 
     requests: int
@@ -37,6 +40,8 @@ class Situation:
     tier: str = "host"
     swapping: int = 1
     lockstep: bool = False
+    drafts_per_step: float = 1.0
+    proposed: float = 0.0
 
 
 class RoundPricer:
@@ -49,6 +54,7 @@ class RoundPricer:
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._known: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._direct: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def prices(self, situation: Situation) -> tuple[float, ...]:
         """Seconds of a round of 0 .. ``MOST`` drafts; entry 0 is one plain token.
@@ -56,37 +62,75 @@ class RoundPricer:
         Raises:
             ConfigError: the tier has no known cost.
         """
+        return self._remembered(self._known, situation, round_seconds, MOST)
+
+    def direct_prices(self, situation: Situation, most: int) -> tuple[float, ...]:
+        """Seconds of a round of 0 .. ``most`` proposals that the full KV is asked about without drafts.
+
+        Raises:
+            ConfigError: the tier has no known cost.
+        """
+        return self._remembered(self._direct, situation, direct_seconds, most)
+
+    def _remembered(
+        self,
+        known: dict[tuple[object, ...], tuple[float, ...]],
+        situation: Situation,
+        price: Callable[[CostModel, Situation, int], float],
+        most: int,
+    ) -> tuple[float, ...]:
         key = (
+            most,
             situation.requests,
             *map(_step, (situation.tokens, situation.full_bytes, situation.draft_bytes, situation.swap_bytes)),
             situation.tier,
             situation.swapping,
             situation.lockstep,
+            round(8 * situation.drafts_per_step),
+            round(4 * situation.proposed),
         )
-        if key not in self._known:
-            if len(self._known) > 10_000:
-                self._known.clear()
-            self._known[key] = tuple(round_seconds(self.costs, situation, window) for window in range(MOST + 1))
-        return self._known[key]
+        if key not in known:
+            if len(known) > 10_000:
+                known.clear()
+            known[key] = tuple(price(self.costs, situation, length) for length in range(most + 1))
+        return known[key]
 
 
 def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
     """Seconds of one round, as :meth:`RoundPricer.prices` gives them."""
     requests, rows = situation.requests, window + 1
-    load = situation.full_bytes * costs.read + (situation.tokens * rows * costs.pair if window else 0.0)
-    link = costs.swap_seconds(situation.tier, situation.swap_bytes) if situation.swap_bytes else 0.0
-    link *= max(1, situation.swapping) / requests
-    drafting = window * situation.draft_bytes * costs.read
+    drafts, draft_rows = window / situation.drafts_per_step, 1 + situation.proposed
+    load, link = _authoritative(costs, situation, window)
+    kept = situation.tokens * situation.draft_bytes / situation.full_bytes if situation.proposed else 0.0
+    drafting = drafts * (situation.draft_bytes * costs.read + kept * draft_rows * costs.pair)
+    together = math.ceil(requests * draft_rows)
     if situation.lockstep:
-        drafting += window * costs.rows_seconds(requests) / requests
+        drafting += drafts * costs.rows_seconds(together) / requests
         return drafting + costs.overlapped(load + costs.rows_seconds(requests * rows) / requests, link)
-    if requests <= rows:
+    steps = drafts + 1
+    if requests <= steps:
         # Some steps carry one verify beside the drafts of the others, the rest carry drafts alone.
-        steps = (rows - requests) * costs.rows_seconds(requests) + requests * costs.rows_seconds(requests + window)
+        mixed = costs.rows_seconds(math.ceil((requests - 1) * draft_rows) + rows)
+        seconds = (steps - requests) * costs.rows_seconds(together) + requests * mixed
     else:
         # Every step carries several verifies.
-        steps = rows * costs.rows_seconds(math.ceil(requests * (window + rows) / rows))
-    return max(drafting + load + steps / requests, link)
+        seconds = steps * costs.rows_seconds(math.ceil(requests * (drafts * draft_rows + rows) / steps))
+    return max(drafting + load + seconds / requests, link)
+
+
+def direct_seconds(costs: CostModel, situation: Situation, proposals: int) -> float:
+    """Seconds of one round of :meth:`RoundPricer.direct_prices`; without proposals it is one plain token."""
+    requests = situation.requests
+    load, link = _authoritative(costs, situation, proposals)
+    compute = load + costs.rows_seconds(requests * (1 + proposals)) / requests
+    return costs.overlapped(compute, link) if situation.lockstep else max(compute, link)
+
+
+def _authoritative(costs: CostModel, situation: Situation, further: int) -> tuple[float, float]:
+    """Seconds to attend with one row and ``further`` ones to the full KV, and of the link: a request's share of both."""
+    load = situation.full_bytes * costs.read + (situation.tokens * (1 + further) * costs.pair if further else 0.0)
+    link = costs.swap_seconds(situation.tier, situation.swap_bytes) if situation.swap_bytes else 0.0
+    return load, link * max(1, situation.swapping) / situation.requests
 
 
 def _step(value: float) -> int:

@@ -1,0 +1,99 @@
+"""Proposals that the full KV is asked about directly: how many are worth their rows, and what a token costs that way.
+
+A round without drafts may carry proposals, one row each and no draft step before. Whether that beats drafting is
+known even while a request drafts: once tokens are committed, the proposer is asked what it would have said before
+each of them, which costs a look into its table and no model step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from vericache_core.runtime.hazard import HazardEstimate, Prior, PriorBook
+
+MOST_PROPOSALS: Final = 16
+"""Proposals that one row of the full KV each may be spent on."""
+_NONE, _WRONG = "nothing to propose", "proposal rejected"
+_MEMORY: Final = 100.0
+"""Rounds after which having had no proposal counts 1/e."""
+
+
+def guess_book() -> PriorBook:
+    """Experience of all requests with their proposals; before any, that half of the rounds have one and a third is wrong."""
+    return PriorBook({_NONE: Prior(0.5, 4.0), _WRONG: Prior(0.3, 8.0)})
+
+
+class Replayable(Protocol):
+    """A proposer that can be asked afterwards, for nothing."""
+
+    def guess(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that may follow, as many as it knows."""
+
+    def replay(self, tokens: Sequence[int], start: int, most: int) -> list[tuple[int, int]]:
+        """``(proposed, agreed)`` of the rounds that asking directly would have taken from ``tokens[start]`` to the end."""
+
+
+class DirectBelief:
+    """How often there are proposals, and how far they hold.
+
+    Args:
+        book: experience that it begins with and adds to.
+    """
+
+    def __init__(self, book: PriorBook) -> None:
+        self._book = book
+        self._none = HazardEstimate(book.prior(_NONE), _MEMORY, _MEMORY)
+        self._wrong = HazardEstimate(book.prior(_WRONG))
+
+    def observe(self, proposed: int, agreed: int) -> None:
+        """Take in a round: ``proposed`` tokens, 0 if there was nothing to propose, of which ``agreed`` held."""
+        found = int(proposed > 0)
+        self._none.observe(1, found)
+        self._book.observe(_NONE, 1, found)
+        self._wrong.observe(proposed, agreed)
+        self._book.observe(_WRONG, proposed, agreed)
+
+    def best(self, prices: Sequence[float]) -> tuple[int, float]:
+        """``(proposals, seconds a token)`` that are cheapest.
+
+        Args:
+            prices: seconds of a round with 0, 1, ... proposals.
+        """
+        share = 1 - self._none.mean
+        expected = self._wrong.expected_accepted(len(prices) - 1)
+        costs = [
+            ((1 - share) * prices[0] + share * price) / (1 + share * accepted)
+            for price, accepted in zip(prices, expected, strict=True)
+        ]
+        least = min(range(len(costs)), key=costs.__getitem__)
+        return least, costs[least]
+
+
+class DirectPace:
+    """One request's proposals to the full KV.
+
+    Args:
+        proposer: of the request.
+        book: as for :class:`DirectBelief`.
+        prices: seconds of a round with 0 .. ``MOST_PROPOSALS`` proposals, now.
+        start: tokens of the prompt.
+    """
+
+    def __init__(self, proposer: Replayable, book: PriorBook, prices: Callable[[], Sequence[float]], start: int) -> None:
+        self._proposer, self._prices, self._seen = proposer, prices, start
+        self._belief = DirectBelief(book)
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """As many tokens as are worth their rows, ``most`` at most."""
+        return self._proposer.guess(tokens, (), min(most, self._belief.best(self._prices())[0]))
+
+    def seconds_per_token(self) -> float:
+        """What a token costs if the full KV is asked directly."""
+        return self._belief.best(self._prices())[1]
+
+    def round_ended(self, tokens: Sequence[int]) -> None:
+        """Compare what the full KV has added to ``tokens`` with what would have been proposed."""
+        for proposed, agreed in self._proposer.replay(tokens, self._seen, MOST_PROPOSALS):
+            self._belief.observe(proposed, agreed)
+        self._seen = len(tokens)
