@@ -59,7 +59,7 @@ def test_slow_swaps_hide_behind_drafts_and_change_nothing(
         assert not ours.loop.scheduler.running
     for output, reference in zip(found, expected, strict=True):
         assert_same(output, reference)
-    assert slow_link[0] > 0
+    assert (slow_link[0] > 0) == (scheduler == "staggered")  # in lock step nobody drafts on meanwhile
     assert sum(output.metrics.swap_seconds for output in found) > 0
 
 

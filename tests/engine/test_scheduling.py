@@ -69,6 +69,32 @@ def test_a_proposer_changes_speed_only(model: Any, expected: list[RequestOutput]
         assert sum(output.metrics.proposed for output in found) > 0
 
 
+@pytest.mark.parametrize("mode", ["plain", "pinned", "offloaded", "auto"])
+def test_proposals_chosen_by_cost_change_speed_only(model: Any, expected: list[RequestOutput], mode: str) -> None:
+    with engine(model, proposer="ngram", window="auto", mode=mode) as ours:
+        found = ours.generate(PROMPTS, PARAMS, record_logits=True)
+        again = ours.generate(PROMPTS, PARAMS, record_logits=True)  # with what was learnt of proposals
+    assert_all_same(found, expected)
+    assert_all_same(again, expected)
+
+
+def test_proposals_to_the_full_kv_stop_where_they_do_not_pay(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are dear and every proposal is wrong: after a while nobody asks any more."""
+    from vericache_core.runtime import planning
+    from vericache_core.runtime.costs import CostModel
+    from vericache_core.runtime.propose import NGramProposer
+    from vericache_core.runtime.rounds import RoundPricer
+
+    costs = CostModel({1: 1e-3, 128: 128e-3}, read=0.0, pair=1e-3)
+    monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: RoundPricer(costs)))
+    monkeypatch.setattr(NGramProposer, "guess", lambda self, tokens, drafts, most: [(tokens[-1] + 1) % 90] * most)
+    monkeypatch.setattr(NGramProposer, "replay", lambda self, tokens, start, most: [(most, 0)] * (len(tokens) - start))
+    with engine(model, compressor=None, proposer="ngram", window="auto") as ours:
+        first, second = (ours.generate(PROMPTS[:1], PARAMS)[0].metrics.proposed for _ in range(2))
+    assert second == 0
+    assert first <= 64
+
+
 def test_proposals_that_the_drafter_agrees_with_save_steps(model: Any, expected: list[RequestOutput]) -> None:
     """The whole answer stands in the prompt already, so everything proposed is right."""
     prompt = [*PROMPTS[3], *expected[3].token_ids, *PROMPTS[3]]

@@ -133,7 +133,7 @@ def test_simulator_and_engine_do_the_same_things(order: str) -> None:
 
     for spans in (measured, simulated):
         flights = in_background(spans)
-        assert flights
+        assert bool(flights) == (order == "staggered")  # in lock step nobody drafts on meanwhile
         # A last token, for which nothing is worth drafting, may have to swap alone; any other verify checks drafts.
         assert all(span.kind == "verify" or span is newest(spans, span.number) for span in flights)
         for one, following in pairwise(flights):

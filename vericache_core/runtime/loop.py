@@ -254,7 +254,12 @@ class StepLoop:
     def _swaps_long(self, request: Request) -> bool:
         """Whether its next swap takes longer than a step that swaps nothing, and may run beside others."""
         rate = self.link_meter.seconds_per_byte(request.full.tier)
-        if request.draft is None or not request.full.offloaded or rate is None or not self._overlaps():
+        if (
+            request.draft is None
+            or not request.full.offloaded
+            or rate is None
+            or not (self.scheduler.beside and self._overlaps())
+        ):
             return False
         # The median: a step in which a kernel was compiled says nothing of the next one.
         recent = self._steps_without_swap

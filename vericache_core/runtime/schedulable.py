@@ -142,6 +142,9 @@ class Scheduler(Protocol):
     def done(self, plan: StepPlan, seconds: float) -> None:
         """Say that a plan was carried out, with those of its parts that were, and how long its step took."""
 
+    beside: bool
+    """Whether a verify whose swap is long may run beside the steps of others."""
+
     @property
     def budget(self) -> Bytes:
         """Bytes that there are, by tier."""

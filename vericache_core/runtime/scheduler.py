@@ -23,7 +23,12 @@ class Roster:
         budget: bytes by tier.
         rows: most rows of a step.
         policy: limits of admission.
+
+    Attributes:
+        beside: whether a verify whose swap is long may run beside the steps of others.
     """
+
+    beside = True
 
     def __init__(self, budget: Bytes | None = None, rows: int = 128, policy: AdmissionPolicy | None = None) -> None:
         self.budget, self.rows, self.policy = budget or Bytes(), rows, policy or AdmissionPolicy()

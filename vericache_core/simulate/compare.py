@@ -106,7 +106,7 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         )
         for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
     ]
-    background = setup.background and setup.compression.ring > 0
+    background = setup.background and setup.compression.ring > 0 and setup.order != "lockstep"
     return Simulation(
         setup.costs, scheduler, requests, lockstep=_in_step(setup), book=book, background=background, listener=listener
     ).run()

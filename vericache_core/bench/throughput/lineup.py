@@ -40,7 +40,10 @@ def own_systems(
             chosen = {f" x{window}": {"window": window} for window in windows} or {"": {}}
             own += [EngineSystem(shop, f"vericache {label}{more}", {**changes, **change}) for more, change in chosen.items()]
         if "auto" in kinds:
-            own.append(EngineSystem(shop, f"auto {label}" if number else "auto", {**changes, "window": "auto", "mode": "auto"}))
+            # A look into the text so far costs nothing, and what it is worth is chosen by cost, too.
+            proposer = "ngram" if shop.config.proposer == "none" else shop.config.proposer
+            choices = {**changes, "window": "auto", "mode": "auto", "proposer": proposer}
+            own.append(EngineSystem(shop, f"auto {label}" if number else "auto", choices))
         if "lockstep" in kinds:
             own.append(EngineSystem(shop, f"lockstep {label}", {**changes, "scheduler": "lockstep"}))
         if "lossy" in kinds:
