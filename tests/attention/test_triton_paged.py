@@ -174,6 +174,9 @@ def test_a_compressed_prefix_comes_first() -> None:
     before = [torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(seed)).to(DEVICE) for seed in (1, 2)]
 
     class Prefix:
+        def parts(self) -> None:
+            """It attends by itself."""
+
         def attend(self, query: Tensor, state: AttentionState) -> None:
             state.fold(query, *before)
 
