@@ -29,7 +29,7 @@ async def start(host: str, port: int, seconds: float) -> tuple[asyncio.AbstractS
             far_reader, far_writer = await asyncio.open_connection(host, port)
             ends.append(far_writer)
             await _together(carry(reader, far_writer, seconds), carry(far_reader, writer, seconds))
-        except (ConnectionError, asyncio.CancelledError):
+        except (OSError, asyncio.CancelledError):
             pass  # one end was cut, so the other is, too; or the program ends
         finally:
             for end in ends:
