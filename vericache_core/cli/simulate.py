@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from vericache_core.cli import simulate_fleet, simulate_windows
+from vericache_core.cli import simulate_compare, simulate_fleet, simulate_windows
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
     simulate_fleet.add_arguments(parser)
     simulate_windows.add_arguments(parser)
+    simulate_compare.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -99,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     """Simulate plain decoding and VeriCache on each device."""
     if args.list:
         return _list(as_json=args.json)
+    if args.compare:
+        return simulate_compare.run(args, _pick("model", args.model, MODELS).token_bytes)
     arrivals = _arrivals(args)
     rows: list[dict[str, Any]] = []
     for name in args.devices or ["rtx-pro-6000"]:
@@ -162,6 +165,7 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         turns=turns if any(len(one) > 1 for one in turns) else (),
         turn=args.hazard_turn,
         background=args.background,
+        alongside=device.alongside,
     )
 
 

@@ -93,6 +93,8 @@ class Simulation:
         book: learns from every round, if given.
         background: a verify whose swap takes longer than a step that swaps nothing runs beside the steps of others, as in
             the engine; for requests whose full KV streams in while they verify.
+        alongside: factor on the compute of every step from the first background verify on: what a second thread that computes
+            costs the first one, whether it works or not.
         listener: hears what happens when, as an observer of the engine's loop does; seconds are virtual.
     """
 
@@ -105,10 +107,11 @@ class Simulation:
         lockstep: bool = False,
         book: PriorBook | None = None,
         background: bool = False,
+        alongside: float = 1.0,
         listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep, self.book = costs, scheduler, lockstep, book
-        self.background, self._listener = background, listener
+        self.background, self.alongside, self._listener = background, alongside, listener
         self.result = Result()
         self.now = 0.0
         self._coming = list(requests)
@@ -186,8 +189,9 @@ class Simulation:
         if chosen is not None:
             request = self._requests[chosen.number]
             request.away = True
-            compute, link = self.costs.compute_seconds(self._load([chosen])), request.swap_seconds
-            seconds = self.costs.overlapped(compute, link)
+            compute, link = self.costs.compute_seconds(self._load([chosen])) * self.alongside, request.swap_seconds
+            # The steps of the others run beside it, so that it gets half of the device.
+            seconds = self.costs.overlapped(2 * compute, link)
             self._flight = Flight(chosen.number, self.now, self.now + link, self.now + seconds, compute / seconds)
             self.result.background += 1
             self.result.swap_seconds += link
@@ -219,7 +223,10 @@ class Simulation:
 
     def _run(self, parts: Sequence[Part], streams: Sequence[int]) -> None:
         """One step in the foreground."""
-        compute = self._beside(self.costs.compute_seconds(self._load(parts)))
+        compute = self.costs.compute_seconds(self._load(parts))
+        if self.result.background:
+            compute *= self.alongside
+        compute = self._beside(compute)
         verifying = [part.number for part in parts if part.phase == "verify"]
         swapping = [*verifying, *(number for number in streams if number not in verifying)]
         for number in swapping:

@@ -44,6 +44,7 @@ class Setup:
         seed: of the accepted drafts.
         turns: dealt to requests in turn: hazards of which each holds for ``turn`` tokens; none for the arrivals' own.
         background: with a ring, verifies whose swap takes longer than a step run beside the steps of others.
+        alongside: factor on the compute of steps once verifies run beside them.
         running: requests that run at a time, if there is room; None for as many as look best.
     """
 
@@ -63,6 +64,7 @@ class Setup:
     turns: Sequence[Sequence[float]] = ()
     turn: int = 100
     background: bool = True
+    alongside: float = 1.0
     running: int | None = None
 
 
@@ -108,7 +110,14 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
     ]
     background = setup.background and setup.compression.ring > 0 and setup.order != "lockstep"
     return Simulation(
-        setup.costs, scheduler, requests, lockstep=_in_step(setup), book=book, background=background, listener=listener
+        setup.costs,
+        scheduler,
+        requests,
+        lockstep=_in_step(setup),
+        book=book,
+        background=background,
+        alongside=setup.alongside,
+        listener=listener,
     ).run()
 
 

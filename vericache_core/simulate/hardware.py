@@ -27,6 +27,7 @@ class Device:
         link: effective, one way.
         disk: effective, of a local NVMe drive.
         overhead: seconds of a step that are neither reading nor arithmetic.
+        alongside: factor on steps once another thread verifies beside them.
         source: where the numbers are from.
     """
 
@@ -38,6 +39,7 @@ class Device:
     source: str
     disk: float = 6e9
     overhead: float = 0.0
+    alongside: float = 1.0
 
 
 DEVICES: Final = {
@@ -77,6 +79,9 @@ DEVICES: Final = {
             "two cores of an AMD EPYC 9004: measured copy bandwidth, steps of 1 to 128 rows of the demo model",
             disk=1e9,
             overhead=0.045,
+            # Steps of 3 to 4 draft rows between two background verifies: 57 to 78 ms in 14 runs, median 65, where a calibration
+            # says 46. 1.24 of it is what a second OpenMP team costs the first one (docs/log.md).
+            alongside=1.4,
         ),
     )
 }

@@ -1,0 +1,164 @@
+"""Measured runs beside simulated ones, with runs that the simulator itself made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vericache_core.cli import main as cli
+from vericache_core.errors import UsageError
+from vericache_core.runtime.calibration import Calibration, Fingerprint
+from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.simulate.measured import MeasuredRow, compare, read_runs
+
+TOKEN = 23_040
+COSTS = CostModel({8: 0.037, 32: 0.055, 128: 0.135}, 5e-11, 2.4e-7, {"host": Link(0.0, 1.6e-10)}, 30)
+PROMPTS = (600, 700)
+HEAD = {"schema": "vericache.bench.throughput.runs/1", "head": {"device": "cpu"}}
+
+
+def line(system: str, workload: str = "long", **run: Any) -> dict[str, Any]:
+    slow = workload != "long"
+    facts = {
+        "prompt_tokens": list(PROMPTS),
+        "new_tokens": 33,
+        "tier": "host" if slow else None,
+        "budget_share": 1.0 if slow else None,
+    }
+    found = {
+        "decoded": 64,
+        "decode_seconds": 2.0,
+        "swap_hidden_fraction": None,
+        "peak_device_kv_bytes": 31_000_000,
+        "swap_bytes": 0,
+        "swap_seconds": 0.0,
+        "trace": {"windows": [[0.1, 0, 8, 8], [0.2, 1, 8, 3], [0.3, 1, 8, 8]]} if system != "plain" else None,
+        **run,
+    }
+    return {"system": system, "workload": workload, "facts": facts, "repetition": 0, "run": found}
+
+
+def written(path: Path, *lines: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in (HEAD, *lines)) + '{"system": "cut o')
+    return str(path)
+
+
+def test_runs_are_read_with_their_wrong_drafts_and_the_speed_of_their_link(tmp_path: Path) -> None:
+    name = "vericache snapkv:keep=0.25 x8"
+    again = line(name, decode_seconds=4.0, trace=None)
+    skipped = {"system": "lossy", "workload": "long", "facts": {}, "problem": "does not fit", "skipped": True}
+    slow = line(name, "slow-host-30", swap_bytes=7e8, swap_seconds=2.0, swap_hidden_fraction=0.9)
+    first, second, third = read_runs(written(tmp_path / "runs", line("plain"), line(name), again, skipped, slow))
+    assert (first.system, first.answers, first.link, first.tier) == ("plain", (), None, None)
+    assert second.tokens_per_s == pytest.approx((32 + 16) / 2)
+    assert second.processor == "cpu"
+    assert [[at for at, wrong in enumerate(answer) if wrong] for answer in second.answers] == [[], [3]]
+    assert (third.link, third.hidden, third.tier, third.budget_share) == (3.5e8, 0.9, "host", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read"),
+        ("", "holds no runs"),
+        ('{"schema": "vericache.simulate/1"}\n', "holds no runs"),
+        (json.dumps(HEAD) + '\n{"workload": "long", "system": "plain", "run": {}}\n', "of another form"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
+    path = tmp_path / "runs"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        read_runs(str(path))
+
+
+def row(system: str, **changes: Any) -> MeasuredRow:
+    answers = () if system == "plain" else ((0.0,) * 33,) * 2
+    facts = {"workload": "long", "prompts": PROMPTS, "new_tokens": 33, "tier": None, "budget_share": None, "hidden": None}
+    return MeasuredRow(
+        **{
+            "system": system,
+            "tokens_per_s": 40.0,
+            "peak": 3.1e7,
+            "link": None,
+            "processor": "cpu",
+            "answers": answers,
+            **facts,
+            **changes,
+        }
+    )
+
+
+def test_plain_decoding_takes_a_step_a_token() -> None:
+    found = compare(row("plain"), COSTS, TOKEN, 0.2, 2)
+    assert found.tokens_per_s is not None
+    step = 0.037 + (sum(PROMPTS) + 2 + 31) * TOKEN * 5e-11
+    assert found.tokens_per_s == pytest.approx(2 / step, rel=0.01)
+    assert found.peak == pytest.approx((sum(PROMPTS) + 64) * TOKEN, rel=0.01)
+    assert found.off["tokens_per_s"] == pytest.approx(found.tokens_per_s / 40 - 1)
+    assert found.hidden is None
+
+
+def test_windows_and_what_is_kept_are_those_of_the_name() -> None:
+    short, long, kept = (
+        compare(row(f"vericache snapkv:keep={name}"), COSTS, TOKEN, 0.9, 2) for name in ("0.25 x1", "0.25 x7", "0.5 x7")
+    )
+    assert short.tokens_per_s is not None
+    assert long.tokens_per_s is not None
+    assert kept.peak is not None
+    assert short.tokens_per_s != long.tokens_per_s
+    assert kept.peak - (long.peak or 0) == pytest.approx(0.25 * sum(PROMPTS) * TOKEN, rel=0.02)
+
+
+def test_wrong_drafts_come_where_they_came() -> None:
+    """Windows of 7 and answers of 33: five rounds when all is right, and one more for a wrong draft in the first."""
+    costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
+    wrong = tuple(float(at == 3) for at in range(33))
+    steps = []
+    for answers in (((0.0,) * 33,) * 2, (wrong, (0.0,) * 33)):
+        found = compare(row("vericache snapkv:keep=0.25 x7", answers=answers), costs, TOKEN, 0.2, 2)
+        steps.append(64 / (found.tokens_per_s or 1))
+    assert steps == pytest.approx([4 * 8, 4 * 8 + 4])
+
+
+def test_the_link_is_that_of_the_run() -> None:
+    facts: dict[str, Any] = {"tier": "host", "budget_share": 0.5, "hidden": 0.9}
+    fast, slow = (
+        compare(row("vericache snapkv:keep=0.25 x8", link=link, **facts), COSTS, TOKEN, 0.2, 2) for link in (1e10, 1e7)
+    )
+    assert (fast.tokens_per_s or 0) > 2 * (slow.tokens_per_s or 0) > 0
+    assert fast.hidden is not None
+    assert fast.off["hidden"] == pytest.approx(fast.hidden - 0.9)
+    assert (fast.peak or 0) <= 0.5 * (sum(PROMPTS) + 66) * TOKEN
+
+
+@pytest.mark.parametrize(
+    ("system", "answers", "reason"),
+    [("transformers", (), "not a system"), ("ngram", (), "not a system"), ("vericache kivi x8", (), "no rounds of drafts")],
+)
+def test_what_cannot_be_simulated_says_so(system: str, answers: tuple[tuple[float, ...], ...], reason: str) -> None:
+    found = compare(row(system, answers=answers), COSTS, TOKEN, 0.2, 2)
+    assert reason in (found.skipped or "")
+    assert found.off == {"tokens_per_s": None, "hidden": None, "peak": None}
+
+
+def test_the_command_prints_how_far_off_each_row_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = written(tmp_path / "runs", line("plain"), line("vericache snapkv:keep=0.25 x8"), line("ngram"))
+    costs = tmp_path / "costs.json"
+    Calibration(Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16"), COSTS).save(costs)
+    command = ["simulate", "-m", "smollm2-135m", "--compare", runs, "--calibration", str(costs)]
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "vericache.simulate.compare/1"
+    plain, drafted, ngram = found["rows"]
+    assert plain["off"]["tokens_per_s"] == pytest.approx(plain["simulated"]["tokens_per_s"] / 32 - 1)
+    assert drafted["simulated"]["peak_device_kv_bytes"] > plain["simulated"]["peak_device_kv_bytes"]
+    assert ngram["skipped"]
+    assert cli.main(command) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert cli.main(command[:-2]) == 2
+    assert "needs the costs of the machine" in capsys.readouterr().err
