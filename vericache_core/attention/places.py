@@ -16,7 +16,7 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Index arrays of one layer of one step; rows of no job hold zeros.
+    """Index arrays of one layer of one step, to be read only; rows of no job hold zeros.
 
     Attributes:
         key_pages, value_pages: ``[pages]``, addresses of the pages of all jobs, one job after the other.
@@ -35,26 +35,50 @@ class Places:
 
 
 def lay_out(jobs: Sequence[AttentionJob], rows: int, kv_heads: int) -> Places:
-    """Make room for the new rows of ``jobs`` (at least one) and say where everything lies."""
-    bases = np.array([job.base for job in jobs], dtype=np.int64)
-    for job, most in zip(jobs, bases.max(1).tolist(), strict=True):
-        job.pages.reserve(most + job.count)
-    owner, order, used = _rows(tuple((job.first, job.count) for job in jobs))
-    tables, starts = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    limits = np.zeros((rows, kv_heads), dtype=np.int64)
-    pages = np.array([len(job.pages.key_addresses) for job in jobs], dtype=np.int64)
-    tables[used] = (np.cumsum(pages) - pages)[owner]
-    limits[used] = bases[owner] + order[:, None] + 1
-    if any(job.window is not None for job in jobs):
-        starts[used] = np.concatenate([job.starts() for job in jobs])
+    """Make room for the new rows of ``jobs`` (at least one) and say where everything lies.
+
+    Most layers of a step differ in nothing but the addresses of their pages, so the rest is kept from the last one.
+    """
+    same = tuple(
+        (job.first, job.count, job.base.tobytes(), -1 if job.window is None else job.position, job.window) for job in jobs
+    )
+    rooms, limits, starts = _bounds(same, rows, kv_heads)
+    for job, room in zip(jobs, rooms, strict=True):
+        job.pages.reserve(room)
+    places = tuple([(job.first, job.count) for job in jobs])
+    pages = tuple([len(job.pages.key_addresses) for job in jobs])
     return Places(
         np.concatenate([job.pages.key_addresses for job in jobs]),
         np.concatenate([job.pages.value_addresses for job in jobs]),
-        tables,
+        _tables(places, pages, rows),
         limits,
         starts,
-        used,
+        _rows(places)[2],
     )
+
+
+@lru_cache(maxsize=64)
+def _bounds(
+    jobs: tuple[tuple[int, int, bytes, int, int | None], ...], rows: int, kv_heads: int
+) -> tuple[list[int], Index, Index]:
+    """Of jobs given as (first, count, base, position, window): rows that each needs room for, limits and starts of all rows."""
+    owner, order, used = _rows(tuple((first, count) for first, count, *_ in jobs))
+    bases = np.array([np.frombuffer(base, dtype=np.int64) for _, _, base, _, _ in jobs])
+    starts, limits = np.zeros(rows, dtype=np.int64), np.zeros((rows, kv_heads), dtype=np.int64)
+    limits[used] = bases[owner] + order[:, None] + 1
+    for first, count, _, position, window in jobs:
+        if window is not None:
+            starts[first : first + count] = np.maximum(0, position + np.arange(count) - window + 1)
+    return [most + count for most, (_, count, *_) in zip(bases.max(1).tolist(), jobs, strict=True)], limits, starts
+
+
+@lru_cache(maxsize=64)
+def _tables(jobs: tuple[tuple[int, int], ...], pages: tuple[int, ...], rows: int) -> Index:
+    """Where the pages of each row's job begin, of jobs given as (first, count) that have so many ``pages``."""
+    owner, _, used = _rows(jobs)
+    tables = np.zeros(rows, dtype=np.int64)
+    tables[used] = (np.cumsum(pages) - pages)[owner]
+    return tables
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,9 @@ def share_out(jobs: Sequence[AttentionJob], kv_heads: int, threads: int) -> tupl
 
     Thread ``t`` computes the items from ``shares[t]`` to ``shares[t + 1]``; a share may be empty.
     """
-    seen = [(job.base - (0 if job.window is None else max(0, job.position - job.window))).tolist() for job in jobs]
+    seen = [
+        job.base.tolist() if job.window is None else (job.base - max(0, job.position - job.window)).tolist() for job in jobs
+    ]
     return _plan(tuple((job.first, job.count, *keys) for job, keys in zip(jobs, seen, strict=True)), kv_heads, threads)
 
 

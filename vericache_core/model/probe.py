@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,12 +47,15 @@ class PlainStep:
 
     def __init__(self, adapter: ModelAdapter, attend: Attend, blocks: Sequence[tuple[Sequence1, int, int]]) -> None:
         self._adapter, self._attend, self._blocks = adapter, attend, blocks
+        self._bases: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
         layer = self._adapter.layers[layer_index(module)]
         jobs = []
         for sequence, first, count in self._blocks:
-            base = np.full(layer.kv_heads, sequence.tokens, dtype=np.int64)
+            base = self._bases.get((sequence.tokens, layer.kv_heads))
+            if base is None:
+                base = self._bases[sequence.tokens, layer.kv_heads] = np.full(layer.kv_heads, sequence.tokens, dtype=np.int64)
             jobs.append(AttentionJob(first, count, sequence.pages[layer.index], base, sequence.tokens, layer.sliding_window))
         return self._attend(query, key, value, jobs, layer.scaling).to(query.dtype)
 

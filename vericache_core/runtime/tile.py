@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 
 from vericache_core.attention.online import AttentionState
@@ -46,6 +47,7 @@ class TileAttention:
         self, layers: Sequence[LayerDescriptor], segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
     ) -> None:
         self.layers, self.segments, self._attend, self._observe = layers, segments, attend, observe
+        self._bases: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
         index = layer_index(module)
@@ -74,7 +76,9 @@ class TileAttention:
             pages = request.full.pages(layer.index)
         except SwapError as error:
             raise StepFault(request, error) from error
-        base = np.full(layer.kv_heads, want.position, dtype=np.int64)
+        base = self._bases.get((want.position, layer.kv_heads))
+        if base is None:
+            base = self._bases[want.position, layer.kv_heads] = np.full(layer.kv_heads, want.position, dtype=np.int64)
         return AttentionJob(segment.first, segment.count, pages, base, want.position, layer.sliding_window)
 
     def _finish(self, segment: Segment[Request], layer: int, key: Tensor, value: Tensor) -> None:
