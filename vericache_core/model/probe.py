@@ -53,10 +53,12 @@ class PlainStep:
         layer = self._adapter.layers[layer_index(module)]
         jobs = []
         for sequence, first, count in self._blocks:
-            base = self._bases.get((sequence.tokens, layer.kv_heads))
-            if base is None:
-                base = self._bases[sequence.tokens, layer.kv_heads] = np.full(layer.kv_heads, sequence.tokens, dtype=np.int64)
-            jobs.append(AttentionJob(first, count, sequence.pages[layer.index], base, sequence.tokens, layer.sliding_window))
+            at = (sequence.tokens, layer.kv_heads)
+            if at not in self._bases:
+                self._bases[at] = np.full(layer.kv_heads, sequence.tokens, dtype=np.int64)
+            jobs.append(
+                AttentionJob(first, count, sequence.pages[layer.index], self._bases[at], sequence.tokens, layer.sliding_window)
+            )
         return self._attend(query, key, value, jobs, layer.scaling).to(query.dtype)
 
 

@@ -76,10 +76,10 @@ class TileAttention:
             pages = request.full.pages(layer.index)
         except SwapError as error:
             raise StepFault(request, error) from error
-        base = self._bases.get((want.position, layer.kv_heads))
-        if base is None:
-            base = self._bases[want.position, layer.kv_heads] = np.full(layer.kv_heads, want.position, dtype=np.int64)
-        return AttentionJob(segment.first, segment.count, pages, base, want.position, layer.sliding_window)
+        at = (want.position, layer.kv_heads)
+        if at not in self._bases:
+            self._bases[at] = np.full(layer.kv_heads, want.position, dtype=np.int64)
+        return AttentionJob(segment.first, segment.count, pages, self._bases[at], want.position, layer.sliding_window)
 
     def _finish(self, segment: Segment[Request], layer: int, key: Tensor, value: Tensor) -> None:
         request = segment.request
