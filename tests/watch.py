@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.request import Request
 
 Rows = list[tuple[int, Tensor, Tensor]]

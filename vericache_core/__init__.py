@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from vericache_core.context import CompressContext as CompressContext
     from vericache_core.context import Needs as Needs
     from vericache_core.engine import Engine as Engine
-    from vericache_core.engine import RequestOutput as RequestOutput
-    from vericache_core.engine import StreamChunk as StreamChunk
     from vericache_core.errors import VeriCacheError as VeriCacheError
     from vericache_core.index_map import HeadMap as HeadMap
     from vericache_core.kv import CompressedKV as CompressedKV
     from vericache_core.kv import CompressedLayer as CompressedLayer
     from vericache_core.kv import LayerDescriptor as LayerDescriptor
     from vericache_core.kv import PrefixView as PrefixView
+    from vericache_core.outputs import RequestOutput as RequestOutput
+    from vericache_core.outputs import StreamChunk as StreamChunk
     from vericache_core.plugins.hooks import hookimpl as hookimpl
     from vericache_core.plugins.options import Budget as Budget
     from vericache_core.plugins.options import Options as Options
@@ -48,10 +48,11 @@ _HOMES = {
     "vericache_core.compressor": ["BaseCompressor", "Compressor", "QuantizationCompressor", "TokenDropCompressor"],
     "vericache_core.config": ["EngineConfig", "load_config"],
     "vericache_core.context": ["CompressContext", "Needs"],
-    "vericache_core.engine": ["Engine", "RequestOutput", "StreamChunk"],
+    "vericache_core.engine": ["Engine"],
     "vericache_core.errors": ["VeriCacheError"],
     "vericache_core.index_map": ["HeadMap"],
     "vericache_core.kv": ["CompressedKV", "CompressedLayer", "LayerDescriptor", "PrefixView"],
+    "vericache_core.outputs": ["RequestOutput", "StreamChunk"],
     "vericache_core.plugins.hooks": ["hookimpl"],
     "vericache_core.plugins.options": ["Budget", "Options", "kept_tokens", "option"],
     "vericache_core.plugins.registry": ["Registry", "default_registry"],

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.link import Link
@@ -27,6 +25,7 @@ from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit
 from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
+from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of
 from vericache_core.plugins.registry import Registry, default_registry
 from vericache_core.runtime.assistant import Assistant, AssistantProposer, check_vocabulary
 from vericache_core.runtime.backend import choose_attention, set_threads
@@ -36,9 +35,8 @@ from vericache_core.runtime.compress import uncompressed_layers
 from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.measure import fingerprint, measure
-from vericache_core.runtime.metrics import RequestMetrics
 from vericache_core.runtime.modes import Mode
-from vericache_core.runtime.output import OutputBuffer, TokenLogprobs
+from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.planning import Planner
 from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request, describe
@@ -53,78 +51,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Progress = Callable[[int, int, int, int], None]
 RequestMode = Mode | Literal["remote"]
 _CONFIGURED = "configured"
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Result of one request.
-
-    Attributes:
-        token_ids: committed tokens, an ending id included.
-        text: their text, cut before a stop string.
-        finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
-        stop_reason: the ending id or stop string, if one ended it.
-        logprobs: per token, when asked for.
-        metrics: what it cost.
-        error: why, when ``finish_reason`` is ``error``; the tokens before it are right.
-        logits: ``[tokens, vocab]`` on the CPU in the model's dtype, when recording was asked for.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    stop_reason: int | str | None
-    metrics: RequestMetrics
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: VeriCacheError | None = None
-    logits: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """A piece of a streamed answer: new text, new token ids, and the whole output at the end."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    output: RequestOutput | None = None
-
-
-class Job:
-    """A submitted request; see :meth:`Engine.submit`."""
-
-    def __init__(
-        self, request: Request, step: Callable[[], object], drop: Callable[[], None], output: Callable[[], RequestOutput]
-    ) -> None:
-        self._request, self._step, self._drop, self._output = request, step, drop, output
-        self._result: RequestOutput | None = None
-
-    @property
-    def number(self) -> int:
-        """Unique in this process."""
-        return self._request.number
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self._request.finished
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Tokens committed so far; they never change."""
-        return tuple(self._request.generated)
-
-    def cancel(self) -> None:
-        """End it; what was committed stays."""
-        self._drop()
-
-    def result(self) -> RequestOutput:
-        """Run steps until it is finished and return its output."""
-        while not self._request.finished:
-            self._step()
-        if self._result is None:  # once: an answer is audited when it is handed out first
-            self._result = self._output()
-        return self._result
 
 
 class Engine:
@@ -485,29 +411,10 @@ class Engine:
         self.loop.remove(request)
 
     def _audited(self, request: Request) -> RequestOutput:
-        output = self._output(request)
+        output = output_of(request, self.adapter.vocab_size, self.adapter.dtype)
         if self.audit is not None and output.metrics.identical is None:
             output.metrics.identical = self.audit.consider(output, request.params)
         return output
-
-    def _output(self, request: Request) -> RequestOutput:
-        output = request.output
-        logprobs = None if output.logprobs is None else tuple(output.logprobs)
-        logits = None
-        if request.logits is not None:
-            empty = torch.empty((0, self.adapter.vocab_size), dtype=self.adapter.dtype)
-            logits = torch.stack(request.logits) if request.logits else empty
-        return RequestOutput(
-            prompt_token_ids=tuple(request.tokens[: request.prompt_tokens]),
-            token_ids=tuple(output.token_ids),
-            text=output.text,
-            finish_reason=str(output.finish_reason),
-            stop_reason=output.stop_reason,
-            metrics=request.metrics,
-            logprobs=logprobs,
-            error=request.error,
-            logits=logits,
-        )
 
 
 def _progress(requests: Sequence[Request]) -> tuple[int, int, int, int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.models import VOCAB, build
 from tests.watch import assert_same, watching
 from vericache_core import Engine, EngineConfig, SamplingParams
-from vericache_core.engine import RequestOutput
 from vericache_core.errors import ConfigError
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.assistant import MOST, Assistant, AssistantProposer, check_vocabulary
 
 PROMPTS = [list(range(1, 150)), list(range(3, 80)), [5, 6, 7, 8] * 12, list(range(9, 40))]

@@ -11,9 +11,9 @@ from tests.models import build
 from tests.watch import assert_same, watching
 from vericache_core import Engine, EngineConfig, SamplingParams
 from vericache_core.cache.tiers import HostStore
-from vericache_core.engine import RequestOutput
 from vericache_core.errors import SwapError
 from vericache_core.model.adapter import ModelAdapter
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.background import BackgroundVerify
 
 PROMPTS = [list(range(1, 150)), list(range(3, 80)), [5, 6, 7, 8] * 12, list(range(9, 40))]

@@ -10,7 +10,7 @@ import pytest
 from tests.drafters import Scripted, drafting
 from tests.models import VOCAB, engine, prompt
 from tests.watch import assert_same, same_rows, watching
-from vericache_core.engine import RequestOutput
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.sampling_params import SamplingParams
 
 LENGTHS = (5, 33, 1, 150, 18)

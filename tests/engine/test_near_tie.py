@@ -12,7 +12,7 @@ import torch
 from tests.drafters import AntiOracle, Drafter, Noisy, Oracle, References, Scripted, drafting
 from tests.models import build, engine, engine_over, model, prompt
 from tests.watch import assert_same
-from vericache_core.engine import RequestOutput
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.sampling_params import SamplingParams
 
 TOKENS = 44

@@ -20,9 +20,10 @@ from tests.watch import Rows, assert_same, same_rows, watching
 from vericache_core.compressor import TokenDropCompressor
 from vericache_core.config import EngineConfig
 from vericache_core.context import CompressContext, Needs
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
 from vericache_core.errors import ConfigError
 from vericache_core.kv import CompressedKV, LayerDescriptor, PrefixView
+from vericache_core.outputs import RequestOutput
 from vericache_core.plugins.options import Budget
 from vericache_core.plugins.spec import CompressorSpec
 from vericache_core.runtime import reuse

@@ -13,8 +13,8 @@ import torch
 from tests.models import build
 from tests.watch import assert_same
 from vericache_core import Engine, EngineConfig, SamplingParams
-from vericache_core.engine import RequestOutput
 from vericache_core.errors import ConfigError
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.runtime.schedulable import StepPlan
 

@@ -11,8 +11,8 @@ from tests.engine.test_leaks import descriptors, live_bytes
 from tests.models import build
 from vericache_core import Engine, EngineConfig, SamplingParams
 from vericache_core.cache.tiers import DiskStore, HostStore
-from vericache_core.engine import Job
 from vericache_core.errors import SwapError
+from vericache_core.outputs import Job
 from vericache_core.runtime.admission import QueueFull
 
 KINDS = 20

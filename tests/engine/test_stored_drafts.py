@@ -15,8 +15,9 @@ from tests.engine.test_prefix_store import CHUNK, Recorded, saved, url
 from tests.models import engine, engine_over, model, prompt
 from tests.watch import assert_same, watching
 from vericache_core.context import Needs
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
 from vericache_core.kv import CompressedKV
+from vericache_core.outputs import RequestOutput
 from vericache_core.plugins.options import Budget
 from vericache_core.plugins.spec import CompressorSpec
 from vericache_core.runtime.sampling_params import SamplingParams

@@ -10,8 +10,9 @@ import pytest
 from tests.drafters import Noisy, Oracle, Scripted, drafting
 from tests.models import build, engine_over, prompt
 from tests.runtime.toys import byte_level_tokenizer
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
 from vericache_core.errors import PromptError, VeriCacheError
+from vericache_core.outputs import RequestOutput
 from vericache_core.runtime.sampling_params import SamplingParams
 
 TOKENS = 30

@@ -11,7 +11,8 @@ import torch
 
 from tests.models import build, model, prompt
 from vericache_core.config import EngineConfig
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
+from vericache_core.outputs import RequestOutput
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.spec import CompressorSpec
 from vericache_core.remote.auth import Guard, read_tokens

@@ -15,7 +15,7 @@ import pytest
 from tests.models import model
 from tests.remote.stores import TOKEN, drafter, plain, prompts, same, store, store_engine
 from tests.stores_net.servers import RealRedis
-from vericache_core.engine import RequestOutput
+from vericache_core.outputs import RequestOutput
 from vericache_core.remote.prepare import Preparations
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.compress import Compression

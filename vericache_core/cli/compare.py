@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vericache_core.engine import Engine, RequestOutput
+from vericache_core.engine import Engine
+from vericache_core.outputs import RequestOutput
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from vericache_core.errors import PromptError, UsageError, VeriCacheError
 from vericache_core.remote import require_grpc
 
 if TYPE_CHECKING:
-    from vericache_core.engine import Engine, Job, RequestOutput
+    from vericache_core.engine import Engine
+    from vericache_core.outputs import Job, RequestOutput
     from vericache_core.runtime.sampling_params import SamplingParams
 
 SCHEMA: Final = "vericache.draft/1"

@@ -15,7 +15,8 @@ from vericache_core.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from vericache_core.cli.compare import Comparison
-    from vericache_core.engine import Engine, RequestOutput
+    from vericache_core.engine import Engine
+    from vericache_core.outputs import RequestOutput
     from vericache_core.runtime.sampling_params import SamplingParams
 
 

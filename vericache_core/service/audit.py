@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from vericache_core.errors import ConfigError, VeriCacheError
 
 if TYPE_CHECKING:
-    from vericache_core.engine import Engine, RequestOutput
+    from vericache_core.engine import Engine
+    from vericache_core.outputs import RequestOutput
     from vericache_core.runtime.request import Request
     from vericache_core.runtime.sampling_params import SamplingParams
     from vericache_core.service.metrics import Metrics

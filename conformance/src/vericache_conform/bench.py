@@ -22,7 +22,8 @@ from vericache_core.runtime.request import Request
 from vericache_core.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds that the static and contract tiers can do without
-    from vericache_core.engine import Engine, RequestOutput
+    from vericache_core.engine import Engine
+    from vericache_core.outputs import RequestOutput
 
 ROWS = 16
 
