@@ -7,7 +7,6 @@ calibration of the machine.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from vericache_core.bench.throughput.lines import parsed_line
 from vericache_core.errors import UsageError
 from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.modes import Mode
@@ -90,25 +90,17 @@ def read_runs(path: str) -> list[MeasuredRow]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--compare {path}: cannot be read", cause=str(error)) from error
-    head = _parsed(lines[0]) if lines else None
+    head = parsed_line(lines[0]) if lines else None
     if head is None or head.get("schema") != RUNS_SCHEMA:
         raise UsageError(f"--compare {path}: holds no runs", hint="it takes what vericache bench throughput --lines wrote")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for line in map(_parsed, lines[1:]):  # the last one may have been cut off
+    for line in map(parsed_line, lines[1:]):  # the last one may have been cut off
         if line is not None and line.get("run") is not None:
             found.setdefault((line["workload"], line["system"]), []).append(line)
     try:
         return [_row(lines, str(head["head"]["device"])) for lines in found.values()]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--compare {path}: holds runs of another form", cause=repr(error)) from error
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:

@@ -58,12 +58,12 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[Record]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--render {path}: cannot be read", cause=str(error)) from error
-    head = _parsed(lines[0]) if lines else None
+    head = parsed_line(lines[0]) if lines else None
     if head is None or head.get("schema") != SCHEMA:
         raise UsageError(f"--render {path}: holds no runs", hint="it takes what --lines wrote")
     records: dict[tuple[str, str], Record] = {}
     for line in lines[1:]:
-        found = _parsed(line)
+        found = parsed_line(line)
         if found is None:
             continue
         key = (found["workload"], found["system"])
@@ -85,7 +85,8 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def parsed_line(line: str) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is not one."""
     try:
         found = json.loads(line)
     except ValueError:
