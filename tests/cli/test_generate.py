@@ -195,6 +195,8 @@ def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) ->
         str(swap),
         "--no-probe",
         "--ignore-eos",
+        "--link-bytes-per-s",  # so slow that it cannot be done before the signal comes
+        "1e6",
     ]
     argv += ["--stream", "--max-new-tokens", "600", PROMPT]
     child = subprocess.Popen(

@@ -30,7 +30,7 @@ def attend_well(*arguments: Any) -> Tensor:
 def test_output_is_the_same_in_one_shape_and_in_many(dtype: torch.dtype, compressor: str | None) -> None:
     outputs, steps = [], []
     for shapes in ("one", "auto"):
-        with Engine(build("llama", dtype), config=EngineConfig(rows=16, shapes=shapes, window=5)) as engine:
+        with Engine(build("llama", dtype), config=EngineConfig(rows=16, shapes=shapes, window=5, mode="pinned")) as engine:
             assert engine.adapter.shapes == ((16,) if shapes == "one" else engine.admission.shapes)
             prompts = [list(range(1, 150)), list(range(3, 80))]
             outputs.append(
