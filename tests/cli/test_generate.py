@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +194,6 @@ def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) ->
         str(swap),
         "--no-probe",
         "--ignore-eos",
-        "--link-bytes-per-s",  # so slow that it cannot be done before the signal comes
-        "1e6",
     ]
     argv += ["--stream", "--max-new-tokens", "600", PROMPT]
     child = subprocess.Popen(
@@ -207,7 +204,6 @@ def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) ->
     )
     assert child.stdout is not None
     assert child.stdout.read(1), "nothing was streamed"
-    time.sleep(0.05)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=120)
     assert child.returncode == 130
