@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.models import build, engine, prompt
 from vericache_core import SamplingParams
+from vericache_core.attention.numba_panels import FORMS
 from vericache_core.model import numba_rows, rows_reference
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.fused import FusedLayer, largest_difference, recognised
@@ -44,21 +45,21 @@ def varied(name: str, dtype: torch.dtype) -> Any:
 def norm(rows: Tensor, weight: Tensor) -> Tensor:
     result = torch.empty_like(rows)
     addresses = (weight.data_ptr(), rows.data_ptr(), result.data_ptr())
-    numba_rows.norm_rows(numba_rows.FORMS[rows.dtype], len(rows), rows.shape[1], np.float32(EPS), *addresses)
+    numba_rows.norm_rows(FORMS[rows.dtype], len(rows), rows.shape[1], np.float32(EPS), *addresses)
     return result
 
 
 def add_norm(one: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total, result = torch.empty_like(one), torch.empty_like(one)
     addresses = [part.data_ptr() for part in (weight, one, other, total, result)]
-    numba_rows.add_norm_rows(numba_rows.FORMS[one.dtype], len(one), one.shape[1], np.float32(EPS), *addresses)
+    numba_rows.add_norm_rows(FORMS[one.dtype], len(one), one.shape[1], np.float32(EPS), *addresses)
     return total, result
 
 
 def gate(rows: Tensor) -> Tensor:
     width = rows.shape[1] // 2
     result = rows.new_empty((len(rows), width))
-    numba_rows.gate_rows(numba_rows.FORMS[rows.dtype], len(rows), width, rows.data_ptr(), result.data_ptr())
+    numba_rows.gate_rows(FORMS[rows.dtype], len(rows), width, rows.data_ptr(), result.data_ptr())
     return result
 
 
@@ -67,7 +68,7 @@ def rotate(joint: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: tuple[Ten
     kv_heads = (joint.shape[1] // width - heads) // 2
     results = [joint.new_empty((rows, count, width)) for count in (heads, kv_heads, kv_heads)]
     numba_rows.rotate_rows(
-        *(numba_rows.FORMS[joint.dtype], rows, (heads, kv_heads, width), (cos.data_ptr(), sin.data_ptr())),
+        *(FORMS[joint.dtype], rows, (heads, kv_heads, width), (cos.data_ptr(), sin.data_ptr())),
         *((norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0), np.float32(EPS)),
         *(joint.data_ptr(), tuple(part.data_ptr() for part in results)),
     )
@@ -83,7 +84,7 @@ def test_norms_and_sums_are_those_of_torch(dtype: torch.dtype, width: int) -> No
     total, result = add_norm(one, other, weight)
     assert torch.equal(total, one + other)
     assert torch.equal(result, norm(total, weight))
-    numba_rows.add_rows(numba_rows.FORMS[dtype], 7, width, one.data_ptr(), other.data_ptr())
+    numba_rows.add_rows(FORMS[dtype], 7, width, one.data_ptr(), other.data_ptr())
     assert torch.equal(one, total)
 
 

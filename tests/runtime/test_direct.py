@@ -117,5 +117,5 @@ def test_windows_are_weighed_against_asking_directly() -> None:
     direct = DirectPace(NGramProposer(), PriorBook(), lambda: prices(0.0), 0)
     for length in range(1, 40):
         direct.round_ended([3] * length)
-    weighed = Pace(WindowController(Prior(0.01, 100.0), 128), lambda: rounds, PriorBook(), "toy", direct)
+    weighed = Pace(WindowController(Prior(0.01, 100.0), 128), lambda: direct.weigh(rounds), PriorBook(), "toy")
     assert weighed.next_window() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,19 @@ class Model:
 
 def make_store(model: Model, folder: Path, identity: PrefixIdentity = IDENTITY, **settings: Any) -> PrefixStore:
     return PrefixStore(DiskBlobs(folder, durable=False), identity, model.layers, CHUNK, **settings)
+
+
+def live_on(model: Model, store: PrefixStore, prompts: Iterable[list[int]]) -> tuple[int, list[str]]:
+    """Load, check and complete the KV of each prompt: how often anything was found, and what was wrong."""
+    hits, failures = 0, []
+    for ids in prompts:
+        full = model.cache()
+        loaded = store.load(ids, full)
+        hits += loaded.tokens > 0
+        if loaded.faults or model.wrong_rows(full, ids):
+            failures.append(str(loaded))
+        model.prefill(full, ids, store)
+    return hits, failures
 
 
 MODELS = {"full": layers(2), "window 8": layers(2, 8), "window 200": layers(2, 200), "bf16": layers(3, dtype=torch.bfloat16)}

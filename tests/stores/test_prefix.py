@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.stores.support import CHUNK, IDENTITY, MODELS, Model, changed, layers, make_store, tokens
+from tests.stores.support import CHUNK, IDENTITY, MODELS, Model, changed, layers, live_on, make_store, tokens
 from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext
 from vericache_core.errors import PayloadError, StoreError, StoreTimeout
@@ -328,14 +328,9 @@ def test_tenants_cannot_meet(tmp_path: Path) -> None:
         model = Model(described, seed=tenant)  # as if each had other weights: a foreign row is a wrong row
         identity = PrefixIdentity(**{**IDENTITY.__dict__, "tenant": f"tenant {tenant}"})
         store = PrefixStore(DiskBlobs(tmp_path, budget, durable=False), identity, described, CHUNK, timeout=60)
-        for turn in range(20):
-            ids = [tenant * 1000 + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)]
-            full = model.cache()
-            loaded = store.load(ids, full)
-            hits[tenant] += loaded.tokens > 0
-            if loaded.faults or model.wrong_rows(full, ids):
-                failures.append(f"{tenant}: {loaded}")
-            model.prefill(full, ids, store)
+        prompts = ([tenant * 1000 + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)] for turn in range(20))
+        hits[tenant], wrong = live_on(model, store, prompts)
+        failures.extend(f"{tenant}: {what}" for what in wrong)
 
     threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(8)]
     for thread in threads:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.support import CHUNK, IDENTITY, Model, layers, tokens
+from tests.stores.support import CHUNK, IDENTITY, Model, layers, live_on, tokens
 from tests.stores_net.servers import FakeRedis
 from vericache_core.stores import memory
 from vericache_core.stores.prefix import PrefixStore
@@ -52,15 +52,10 @@ def test_no_tenant_gets_a_row_of_another(url: str, vocabulary: str) -> None:
         opened = open_store(url)
         store = PrefixStore(opened.blobs, with_salt, described, CHUNK, timeout=120)
         try:
-            for turn in range(TURNS):
-                first = tenant * 1000 if vocabulary == "disjoint" else 0
-                ids = [first + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)]
-                full = model.cache()
-                loaded = store.load(ids, full)
-                hits[tenant] += loaded.tokens > 0
-                if loaded.faults or model.wrong_rows(full, ids):
-                    failures.append(f"{tenant}: {loaded}")
-                model.prefill(full, ids, store)
+            first = tenant * 1000 if vocabulary == "disjoint" else 0
+            prompts = ([first + token for token in tokens(2 * CHUNK + 9, seed=turn // 2 % 3)] for turn in range(TURNS))
+            hits[tenant], wrong = live_on(model, store, prompts)
+            failures.extend(f"{tenant}: {what}" for what in wrong)
         except BaseException as error:  # noqa: BLE001 (the main thread looks at it)
             failures.append(repr(error))
         finally:

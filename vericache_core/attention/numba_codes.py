@@ -22,8 +22,7 @@ from torch import Tensor
 from vericache_core.attention.numba_bits import as_pointer
 from vericache_core.attention.numba_decode import write_keys, write_values
 from vericache_core.attention.numba_panels import DOT, FLOAT32
-from vericache_core.attention.numba_products import LOG2_E, carve, product, soften
-from vericache_core.attention.numba_softmax import power_of_two
+from vericache_core.attention.numba_products import LOG2_E, carve, product, take_in
 from vericache_core.attention.numba_tiles import COLUMNS, LANES
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob, start_state
@@ -33,7 +32,7 @@ from vericache_core.cache.pages import PAGE
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _fold_item(  # noqa: C901, PLR0912 (a kernel is one loop nest)
+def _fold_item(
     query: Any, factor: Any, form: Any, keys: Any, values: Any, part: Any, item: Any, kv_heads: Any, state: Any
 ) -> None:
     """Rows ``item[0]`` to ``item[1]``, of one request, and the query heads of KV head ``item[2]``.
@@ -85,13 +84,8 @@ def _fold_item(  # noqa: C901, PLR0912 (a kernel is one loop nest)
                 for i in range(filled):
                     own[i] *= factors[i]
         for r in range(count):
-            peak, mass = soften(form, scores + r * PAGE * 4, pairs + r * weight_line, factor, 0, filled, tops[r])
-            if peak != tops[r]:
-                decay = power_of_two(tops[r] - peak)
-                tops[r], totals[r] = peak, totals[r] * decay
-                for d in range(padded):
-                    sum_rows[r, d] *= decay
-            totals[r] += mass
+            own_scores, halves = scores + r * PAGE * 4, pairs + r * weight_line
+            tops[r], totals[r] = take_in(form, own_scores, halves, factor, 0, filled, tops[r], totals[r], sum_rows[r])
         write_values(form, values, value_range, kv_head, value_dim, first, last, panel, padded, spare)
         target, steps = (sums, line), (filled + unit - 1) // unit
         product(form, count, (weights, weight_line), (panel, line), steps, target, target, padded, still)

@@ -30,8 +30,7 @@ from torch import Tensor
 from vericache_core.attention.numba_bits import as_pointer
 from vericache_core.attention.numba_codes import start_numba
 from vericache_core.attention.numba_panels import DOT, FLOAT32, FORMS, LINE, lay_out_panel
-from vericache_core.attention.numba_products import HAVE_DOT, LOG2_E, carve, product, soften
-from vericache_core.attention.numba_softmax import power_of_two
+from vericache_core.attention.numba_products import HAVE_DOT, LOG2_E, carve, product, take_in
 from vericache_core.attention.numba_tiles import COLUMNS, TILE
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.places import lay_out
@@ -113,14 +112,8 @@ def _attend_item(  # noqa: C901, PLR0912, PLR0915 (a kernel is one loop nest)
         product(form, count, (queries, query_line), (keys, PAGE * 4), words, (zeros, 0), target, columns, ahead)
         for r in range(count):
             if ends[r] > begins[r]:
-                own, halves = scores + r * PAGE * 4, pairs + r * weight_line
-                peak, mass = soften(form, own, halves, factor, begins[r], ends[r], tops[r])
-                if peak != tops[r]:
-                    decay = power_of_two(tops[r] - peak)
-                    tops[r], totals[r] = peak, totals[r] * decay
-                    for d in range(padded):
-                        sum_rows[r, d] *= decay
-                totals[r] += mass
+                own, halves, sums_of = scores + r * PAGE * 4, pairs + r * weight_line, sum_rows[r]
+                tops[r], totals[r] = take_in(form, own, halves, factor, begins[r], ends[r], tops[r], totals[r], sums_of)
         filled = (min(last - page * PAGE, PAGE) + unit - 1) // unit
         lay_out_panel(form, value_rows, filled, value_dim, values, padded, (next_values, early_values))
         # What all rows see is done together, the ends row by row: the same order for each row.

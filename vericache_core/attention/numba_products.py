@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from vericache_core.attention.numba_panels import DOT, LINE
-from vericache_core.attention.numba_softmax import make_soften
+from vericache_core.attention.numba_softmax import make_soften, power_of_two
 from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_dot, make_tile
 
 LOG2_E = log2(e)
@@ -54,6 +54,20 @@ def soften(form: Any, scores: Any, pairs: Any, factor: Any, begin: Any, end: Any
     if form == DOT:
         return _soften_rounded(scores, pairs, factor, begin, end, top)
     return _soften_exact(scores, pairs, factor, begin, end, top)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def take_in(form: Any, scores: Any, pairs: Any, factor: Any, begin: Any, end: Any, top: Any, total: Any, sums: Any) -> Any:
+    """Scores of a page into the running softmax of a row: weights in their place, the row's ``sums`` rescaled if its largest
+    score has grown. Returns its new ``top`` and ``total``.
+    """
+    peak, mass = soften(form, scores, pairs, factor, begin, end, top)
+    if peak != top:
+        decay = power_of_two(top - peak)
+        total *= decay
+        for d in range(len(sums)):
+            sums[d] *= decay
+    return peak, total + mass
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]

@@ -22,11 +22,11 @@ PARTS = 8
 """Vectors in a page of 128 scores."""
 # Factors of r, r ** 2, ... in a polynomial for 2 ** r with r in [-0.5, 0.5] that is 1 for r = 0. Largest relative error 2e-9;
 # 3e-6 in the second, for weights that are rounded to bfloat16 (4e-3) afterwards.
-_EXACT = (0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398875, 0.00015353362)
+EXACT = (0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398875, 0.00015353362)
 _ROUGH = (0.69312418, 0.24024099, 0.055906426, 0.0095828529)
 _LEAST = -126.0
 """Exponents below count as this one: the smallest normal float32."""
-_SHIFT = 1.5 * 2**23 + 127
+SHIFT = 1.5 * 2**23 + 127
 """Added to a small float32 it leaves, in the low bits, the nearest integer and the exponent's bias."""
 
 
@@ -58,7 +58,7 @@ def power_of_two(context: Any, exponent: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         writer = _Softmax(builder)
-        return writer.first(writer.power(writer.splat(arguments[0], F32S), _EXACT))
+        return writer.first(writer.power(writer.splat(arguments[0], F32S), EXACT))
 
     return types.float32(types.float32), generate
 
@@ -88,7 +88,7 @@ class _Softmax(VectorWriter):
         rows = [self._only(mask, row, float("-inf")) for mask, row in zip(seen, rows, strict=True)]
         peak = self._larger(top, self._folded(rows, self._larger))
         high = self.splat(peak, F32S)
-        powers = [self.power(builder.fsub(row, high), _ROUGH if rounded else _EXACT) for row in rows]
+        powers = [self.power(builder.fsub(row, high), _ROUGH if rounded else EXACT) for row in rows]
         weights = [self._only(mask, weight, 0.0) for mask, weight in zip(seen, powers, strict=True)]
         if rounded:
             return [peak, self._store_rounded(weights, pairs)]
@@ -132,8 +132,8 @@ class _Softmax(VectorWriter):
         """``2 ** x`` for ``x`` of at most 0; not-a-number stays what it is."""
         builder = self.builder
         x = self._larger(self.constant(_LEAST), x)
-        shifted = builder.fadd(x, self.constant(_SHIFT))
-        r = builder.fsub(x, builder.fsub(shifted, self.constant(_SHIFT)))
+        shifted = builder.fadd(x, self.constant(SHIFT))
+        r = builder.fsub(x, builder.fsub(shifted, self.constant(SHIFT)))
         y = self.constant(numbers[-1])
         for number in (*reversed(numbers[:-1]), 1.0):
             y = self.fma(y, r, self.constant(number))

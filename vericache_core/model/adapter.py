@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from vericache_core.errors import UnsupportedModelError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model import interface
-from vericache_core.model.fused import FusedLayers, fuse_layers, use_fused
+from vericache_core.model.fused import FusedLayer, fuse_layers
 from vericache_core.model.interface import StepAttention, active_step
-from vericache_core.model.packed import Packs, pack_linears, packed_bytes, use_packs, wants_packing
+from vericache_core.model.own_forms import Forms, use_forms
+from vericache_core.model.packed import pack_linears, packed_bytes, wants_packing
 from vericache_core.model.refusals import refuse_by_config, refuse_by_facts, rope_settings
 
 
@@ -50,18 +51,18 @@ class ModelAdapter:
         self._forward_names = set(inspect.signature(model.forward).parameters)
         model.set_attn_implementation(interface.NAME)
         # What a layer says of its attention it says itself, so it is asked before anything is packed or fused.
-        self._packs: Packs = {}
-        self._fused: FusedLayers = {}
+        self._forms: Forms = {}
         self.layers = self._discover()
-        self._fused = fuse_layers(model, rows, fuse, wants_packing(model, pack_weights))
-        self._packs = pack_linears(model, rows, pack_weights, without=self._fused)
+        fused = fuse_layers(model, rows, fuse, wants_packing(model, pack_weights))
+        self._fused: list[FusedLayer] = list(fused.values())
+        self._forms = {**fused, **pack_linears(model, rows, pack_weights, without=fused)}
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions = _max_positions(self.config)
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of linear weights that exist a second time, packed; 0 if none are."""
-        return packed_bytes(self._packs) + sum(form.packed_bytes for form in self._fused.values())
+        return packed_bytes(self._forms) + sum(form.packed_bytes for form in self._fused)
 
     @property
     def fused_layers(self) -> int:
@@ -96,7 +97,7 @@ class ModelAdapter:
         }
         if not logits and "logits_to_keep" in self._forward_names:
             arguments["logits_to_keep"] = 1
-        with torch.inference_mode(), active_step(attention), use_packs(self._packs), use_fused(self._fused):
+        with torch.inference_mode(), active_step(attention), use_forms(self._forms):
             output: Tensor = self.model(**arguments).logits[0]
         return output
 

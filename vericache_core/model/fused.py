@@ -12,9 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vericache_core.model.interface import StepAttention, active_step, current_step
+from vericache_core.model.own_forms import form_of
 from vericache_core.model.packed import multiply, pack_weight, packable, packed_bytes
 
 log = logging.getLogger("vericache.model")
@@ -32,9 +31,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 """Largest allowed difference to the layer's own output, keys, values and queries, as a share of the largest number there.
 Sums in another order, and in bfloat16 now and then another rounding, which the layer's products carry on."""
 CHECK_ROWS = 5
-
-FusedLayers = Mapping[nn.Module, "FusedLayer"]
-_ACTIVE: ContextVar[FusedLayers | None] = ContextVar("vericache_fused", default=None)
 
 
 class FusedLayer:
@@ -51,12 +47,13 @@ class FusedLayer:
     """
 
     def __init__(self, layer: Any, pack: bool, rows: int) -> None:
+        from vericache_core.attention.numba_panels import FORMS
         from vericache_core.model import numba_rows
 
         attention, mlp = layer.self_attn, layer.mlp
         self._kernels, self._attention = numba_rows, attention
         self.facts: dict[str, Any] = {}
-        self._form = numba_rows.FORMS[layer.input_layernorm.weight.dtype]
+        self._form = FORMS[layer.input_layernorm.weight.dtype]
         self.head_dim = int(attention.head_dim)
         self._heads, self._kv_heads = (part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj))
         self._inner = int(mlp.gate_proj.out_features)
@@ -169,16 +166,6 @@ def fuse_layers(model: nn.Module, rows: int, mode: str, pack: bool) -> dict[nn.M
     return fused
 
 
-@contextmanager
-def use_fused(fused: FusedLayers) -> Iterator[None]:
-    """Let decoder layers in this context use their fused forms."""
-    token = _ACTIVE.set(fused)
-    try:
-        yield
-    finally:
-        _ACTIVE.reset(token)
-
-
 def largest_difference(layer: Any, form: FusedLayer) -> float:
     """Between the layer and its fused form on random rows: of output, queries, keys and values, relative to the largest.
 
@@ -214,8 +201,7 @@ class _Answer:
 
 
 def _forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    active, step, angles = _ACTIVE.get(), current_step(), kwargs.get("position_embeddings")
-    form = None if active is None else active.get(layer)
+    form, step, angles = form_of(layer), current_step(), kwargs.get("position_embeddings")
     if form is None or step is None or angles is None:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     return form.run(hidden_states[0], angles[0][0], angles[1][0], step).unsqueeze(0)

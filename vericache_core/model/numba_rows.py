@@ -15,20 +15,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit
 
 from vericache_core.attention.numba_bits import as_pointer
+from vericache_core.attention.numba_panels import BFLOAT16
+from vericache_core.attention.numba_products import LOG2_E
+from vericache_core.attention.numba_softmax import EXACT, SHIFT
 
-FLOAT32, BFLOAT16 = 0, 1
-FORMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 LANES = 64
-LOG2_E = np.float32(1.4426950408889634)
-# Factors of r ** 5 down to r in a polynomial for 2 ** r with r in [-0.5, 0.5]; largest relative error 2e-9.
-_P6, _P5, _P4 = np.float32(0.00015353362), np.float32(0.0013398875), np.float32(0.0096184369)
-_P3, _P2, _P1 = np.float32(0.055503324), np.float32(0.24022648), np.float32(0.69314718)
-_SHIFT = np.float32(1.5 * 2**23 + 127)
-"""Added to a small float32 it leaves, in the low bits, the nearest integer and the exponent's bias."""
+_LOG2_E, _SHIFT = np.float32(LOG2_E), np.float32(SHIFT)
+_P1, _P2, _P3, _P4, _P5, _P6 = (np.float32(factor) for factor in EXACT)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _LOW, _HIGH = np.float32(-127.0), np.float32(128.0)
 
@@ -150,7 +146,7 @@ def gate_rows(form: Any, rows: Any, width: Any, source: Any, target: Any) -> Non
         _read(form, place, width, gate)
         _read(form, place + width * size, width, up)
         for i in range(width):  # exp(-gate) is power * scale, and infinite or 0 at the ends
-            x = min(max(-gate[i] * LOG2_E, _LOW), _HIGH)
+            x = min(max(-gate[i] * _LOG2_E, _LOW), _HIGH)
             shifted = x + _SHIFT
             r = x - (shifted - _SHIFT)
             scale[i] = shifted

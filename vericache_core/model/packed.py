@@ -7,20 +7,17 @@ outside of its steps, and in steps of others, a linear layer computes as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vericache_core.model.own_forms import form_of
+
 AUTO_BYTES = 2 << 30
 """``pack_weights="auto"`` packs models up to this size: a packed copy lies beside the original."""
-
-Packs = Mapping[nn.Module, Tensor]
-_ACTIVE: ContextVar[Packs | None] = ContextVar("vericache_packs", default=None)
 
 
 def wants_packing(model: nn.Module, mode: str) -> bool:
@@ -74,19 +71,8 @@ def packed_bytes(linears: Iterable[nn.Module]) -> int:
     return sum(module.weight.nbytes for module in linears if isinstance(module, nn.Linear))
 
 
-@contextmanager
-def use_packs(packs: Packs) -> Iterator[None]:
-    """Let linear layers in this context use ``packs``."""
-    token = _ACTIVE.set(packs)
-    try:
-        yield
-    finally:
-        _ACTIVE.reset(token)
-
-
 def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
-    packs = _ACTIVE.get()
-    packed = None if packs is None else packs.get(module)
+    packed = form_of(module)
     if packed is None:
         return nn.functional.linear(rows, module.weight, module.bias)
     return multiply(rows, packed, module.bias)

@@ -89,11 +89,6 @@ class BackgroundVerify:
             self._worker = None
 
 
-def _timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    started = time.perf_counter()
-    return run(), time.perf_counter() - started
-
-
 def is_safe(attention: str) -> bool:
     """Whether attention of two steps may run at the same time: Numba's workqueue threading layer cannot."""
     if attention != "numba":

@@ -92,6 +92,10 @@ class DirectPace:
         """What a token costs if the full KV is asked directly."""
         return self._belief.best(self._prices())[1]
 
+    def weigh(self, rounds: Sequence[float]) -> tuple[float, ...]:
+        """Seconds of ``rounds`` by window, where one without drafts may ask for more than a plain token."""
+        return (min(rounds[0], self.seconds_per_token()), *rounds[1:])
+
     def round_ended(self, tokens: Sequence[int]) -> None:
         """Compare what the full KV has added to ``tokens`` with what would have been proposed."""
         for proposed, agreed in self._proposer.replay(tokens, self._seen, MOST_PROPOSALS):

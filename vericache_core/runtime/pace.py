@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vericache_core.runtime.direct import DirectPace
 from vericache_core.runtime.hazard import PriorBook
 from vericache_core.runtime.window import WindowController
 
@@ -18,23 +17,15 @@ class Pace:
         controller: of this request.
         prices: seconds of rounds by window, now.
         book: experience shared by requests, and the key of this one's compressor in it.
-        direct: asks the full KV about proposals where nothing is drafted, which makes plain tokens cheaper.
     """
 
-    def __init__(
-        self, controller: WindowController, prices: Prices, book: PriorBook, key: str, direct: DirectPace | None = None
-    ) -> None:
+    def __init__(self, controller: WindowController, prices: Prices, book: PriorBook, key: str) -> None:
         self.controller = controller
-        self.direct = direct
-        self._given, self._book, self._key = prices, book, key
+        self._prices, self._book, self._key = prices, book, key
 
     def next_window(self) -> int:
         """Tokens to draft in the round that begins; 0 for one plain token."""
         return self.controller.choose(self._prices())
-
-    def _prices(self) -> Sequence[float]:
-        found = self._given()
-        return found if self.direct is None else (min(found[0], self.direct.seconds_per_token()), *found[1:])
 
     def round_ended(self, drafted: int, accepted: int) -> None:
         """Take in what the full KV said of a round."""

@@ -159,12 +159,12 @@ class Planner:
 
         def prices() -> tuple[float, ...]:
             found, proposer = self.pricer.prices(self._situation(request, company)), request.proposer
-            if proposer is None:
-                return found
-            # Requests propose one after the other, so each pays its own time and nobody else's.
-            return tuple(price + proposer.seconds(window) for window, price in enumerate(found))
+            if proposer is not None:
+                # Requests propose one after the other, so each pays its own time and nobody else's.
+                found = tuple(price + proposer.seconds(window) for window, price in enumerate(found))
+            return found if request.direct is None else request.direct.weigh(found)
 
-        return Pace(controller, prices, self.book, key, request.direct)
+        return Pace(controller, prices, self.book, key)
 
     def _situation(self, request: Request, company: Callable[[], tuple[int, int]]) -> Situation:
         requests, swapping = company()

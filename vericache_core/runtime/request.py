@@ -185,8 +185,6 @@ class Request:
             cause = describe(error)
         self.proposer.close()
         self.proposer = self.direct = None
-        if self.pace is not None:
-            self.pace.direct = None
         log.warning("request %d: the proposer failed (%s); going on without", self.number, cause)
         self.metrics.degraded.append(f"proposer failed: {cause}")
         return None

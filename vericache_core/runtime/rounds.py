@@ -54,7 +54,6 @@ class RoundPricer:
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._known: dict[tuple[object, ...], tuple[float, ...]] = {}
-        self._direct: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def prices(self, situation: Situation) -> tuple[float, ...]:
         """Seconds of a round of 0 .. ``MOST`` drafts; entry 0 is one plain token.
@@ -62,7 +61,7 @@ class RoundPricer:
         Raises:
             ConfigError: the tier has no known cost.
         """
-        return self._remembered(self._known, situation, round_seconds, MOST)
+        return self._remembered(round_seconds, situation, MOST)
 
     def direct_prices(self, situation: Situation, most: int) -> tuple[float, ...]:
         """Seconds of a round of 0 .. ``most`` proposals that the full KV is asked about without drafts.
@@ -70,16 +69,13 @@ class RoundPricer:
         Raises:
             ConfigError: the tier has no known cost.
         """
-        return self._remembered(self._direct, situation, direct_seconds, most)
+        return self._remembered(direct_seconds, situation, most)
 
     def _remembered(
-        self,
-        known: dict[tuple[object, ...], tuple[float, ...]],
-        situation: Situation,
-        price: Callable[[CostModel, Situation, int], float],
-        most: int,
+        self, price: Callable[[CostModel, Situation, int], float], situation: Situation, most: int
     ) -> tuple[float, ...]:
         key = (
+            price,
             most,
             situation.requests,
             *map(_step, (situation.tokens, situation.full_bytes, situation.draft_bytes, situation.swap_bytes)),
@@ -89,11 +85,11 @@ class RoundPricer:
             round(8 * situation.drafts_per_step),
             round(4 * situation.proposed),
         )
-        if key not in known:
-            if len(known) > 10_000:
-                known.clear()
-            known[key] = tuple(price(self.costs, situation, length) for length in range(most + 1))
-        return known[key]
+        if key not in self._known:
+            if len(self._known) > 10_000:
+                self._known.clear()
+            self._known[key] = tuple(price(self.costs, situation, length) for length in range(most + 1))
+        return self._known[key]
 
 
 def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
