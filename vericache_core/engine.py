@@ -22,7 +22,7 @@ from vericache_core.errors import (
     VeriCacheError,
 )
 from vericache_core.model.adapter import ModelAdapter
-from vericache_core.model.admission import admit
+from vericache_core.model.admission import admit, other_shapes
 from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
 from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of
@@ -82,7 +82,7 @@ class Engine:
         self.attend = attend
         self._assistant = self._make_assistant(assistant) if self.config.proposer == "assistant" else None
         rows = self.config.rows
-        further = () if self.config.shapes == "one" else (max(2, rows // 4), max(2, rows // 2), 2 * rows, 3 * rows, 4 * rows)
+        further = () if self.config.shapes == "one" else other_shapes(rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
         self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
         self.audit = None if self.config.audit_every is None else IdentityAudit(self, None, self.config.audit_every)

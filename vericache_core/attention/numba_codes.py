@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import carray, get_num_threads, njit, prange
 from torch import Tensor
@@ -29,6 +30,8 @@ from vericache_core.attention.paged import AttentionJob, start_state
 from vericache_core.attention.shares import share_out_spans
 from vericache_core.attention.sources import CodedPart, SourceTable, Turn
 from vericache_core.cache.pages import PAGE
+
+Numbers = npt.NDArray[np.float32]
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -122,12 +125,16 @@ def _fold(
 
 def start_numba(
     query: Tensor, kv_heads: int, value_dim: int, jobs: Sequence[AttentionJob], scaling: float, *, dot: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Numbers, Numbers, Numbers]:
     """:func:`vericache_core.attention.paged.start_state` with the codes of all prefixes in one call.
 
     ``query`` is ``[rows, heads, head_dim]``; ``dot`` says that it is bfloat16 and multiplied in pairs. Returns ``top`` (of
     scores in powers of two), ``total`` and ``acc`` of the state.
     """
+    if all(job.prefix is None for job in jobs):  # the usual layer; torch takes ten times as long to make arrays so small
+        shape = (query.shape[0], query.shape[1])
+        top = np.full(shape, -np.inf, dtype=np.float32)
+        return top, np.zeros(shape, dtype=np.float32), np.zeros((*shape, value_dim), dtype=np.float32)
     coded, others = [], []
     for job in jobs:
         parts = None if job.prefix is None else job.prefix.parts()
@@ -141,7 +148,7 @@ def start_numba(
         mine = [(job, parts[turn]) for job, parts in coded if turn < len(parts) and parts[turn].tokens]
         if mine:
             _fold_parts(query, kv_heads, mine, np.float32(scaling * LOG2_E), state, dot=dot)
-    return state.top, state.total, state.acc
+    return state.top.numpy(), state.total.numpy(), state.acc.numpy()
 
 
 def _fold_parts(

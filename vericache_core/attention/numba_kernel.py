@@ -193,11 +193,11 @@ def attend_numba(query: Tensor, keys: Tensor, values: Tensor, jobs: Sequence[Att
         form,
         *places,
         *share_out(jobs, keys.shape[1], get_num_threads()),
-        top.numpy(),
-        total.numpy(),
-        acc.numpy(),
+        top,
+        total,
+        acc,
     )
-    return acc
+    return torch.from_numpy(acc)
 
 
 def _bits(rows: Tensor) -> npt.NDArray[Any]:

@@ -42,6 +42,14 @@ class Admission:
     refused_shapes: Mapping[int, str] = field(default_factory=dict)
 
 
+def other_shapes(rows: int) -> list[int]:
+    """Row counts that are tried beside ``rows``: from a quarter of it to four times.
+
+    Where rows are not free (no matrix unit) a step should not pad much; a power of two above the rows may double its products.
+    """
+    return sorted({max(2, rows * quarters // 4) for quarters in (1, 2, 3, 6, 8, 10, 12, 16)} - {rows})
+
+
 def admit(
     adapter: ModelAdapter, attend: Attend, identity: str, probe: bool = True, candidates: Sequence[int] = ()
 ) -> Admission:
