@@ -78,11 +78,8 @@ def admit(
             hint="another dtype, thread count or rows may pass; identity='token' runs without the promise",
         )
     refused: dict[int, str] = {}
-    if probe and not (report is not None and report.failures):
-        for shape in candidates:
-            failures = shape_failures(adapter, attend, shape)
-            if failures:
-                refused[shape] = failures[0]
+    if probe and candidates and not (report is not None and report.failures):
+        refused = shape_failures(adapter, attend, candidates)
         adapter.shapes = tuple(sorted({adapter.rows, *candidates} - set(refused)))
     return Admission(identity, error, report, adapter.shapes, refused)
 

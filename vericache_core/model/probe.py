@@ -149,32 +149,40 @@ def row_invariance(adapter: ModelAdapter, attend: Attend, decoded: int = 11, see
     return report
 
 
-def shape_failures(adapter: ModelAdapter, attend: Attend, shape: int, seed: int = 0) -> list[str]:
-    """Where steps of ``shape`` rows give other bits than steps of ``adapter.rows``; empty if nowhere.
+def shape_failures(adapter: ModelAdapter, attend: Attend, shapes: Sequence[int], seed: int = 0) -> dict[int, str]:
+    """Of those ``shapes`` whose steps give other bits than steps of ``adapter.rows``: where they first do.
 
-    Every row of the shape is compared, over a page boundary and in a step that is not full, by logits and KV.
+    Every row of a shape is compared, over a page boundary and in a step that is not full, by logits and KV.
     """
     draw = torch.Generator().manual_seed(seed)
-    length = max(PAGE + 13, shape + 3)
+    length = max(PAGE + 13, *(shape + 3 for shape in shapes))
     if adapter.max_positions is not None:
         length = min(length, adapter.max_positions)
     ids = torch.randint(0, adapter.vocab_size, (length,), generator=draw).tolist()
-    before, results = adapter.shapes, []
+    expected, one = _in_steps(adapter, attend, ids, adapter.rows)
+    kept = [pages.rows(0, one.tokens) for pages in one.pages]
+    refused: dict[int, str] = {}
+    for shape in shapes:
+        found, other = _in_steps(adapter, attend, ids, shape)
+        report = ProbeReport()
+        _compare(report, f"steps of {shape} rows", expected, found, kept, other)
+        if report.failures:
+            refused[shape] = report.failures[0]
+    return refused
+
+
+def _in_steps(adapter: ModelAdapter, attend: Attend, ids: Sequence[int], rows: int) -> tuple[list[Tensor], Sequence1]:
+    """Logits of ``ids``, computed in steps of ``rows`` rows and no other shape, and what they leave."""
+    before, sequence, logits = adapter.shapes, Sequence1(adapter), []
+    adapter.shapes = (rows,)
     try:
-        for rows in (adapter.rows, shape):
-            adapter.shapes = (rows,)
-            sequence, logits = Sequence1(adapter), []
-            while sequence.tokens < length:
-                block = ids[sequence.tokens : sequence.tokens + rows]
-                logits += list(run_blocks(adapter, attend, [(sequence, block)])[0].clone())
-                sequence.advance(len(block))
-            results.append((logits, sequence))
+        while sequence.tokens < len(ids):
+            block = ids[sequence.tokens : sequence.tokens + rows]
+            logits += list(run_blocks(adapter, attend, [(sequence, block)])[0].clone())
+            sequence.advance(len(block))
     finally:
         adapter.shapes = before
-    (expected, one), (found, other) = results
-    report = ProbeReport()
-    _compare(report, f"steps of {shape} rows", expected, found, [pages.rows(0, one.tokens) for pages in one.pages], other)
-    return report.failures
+    return logits, sequence
 
 
 def _prefill(adapter: ModelAdapter, attend: Attend, sequence: Sequence1, ids: Sequence[int], width: int) -> None:
