@@ -227,6 +227,7 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
     assert rows["ours"]["error"] is None
     assert rows["ours"]["identical"] is True
     assert rows[PLAIN]["within_budget"] is True
+    assert rows[PLAIN]["peak_device_kv_bytes"] <= rows[PLAIN]["device_budget_bytes"]
     assert rows["ours"]["within_budget"] is True
     assert rows[PLAIN]["steps"] > NEW - 1  # not all at once
     assert any("at a time" in text for text in rows[PLAIN]["notes"])

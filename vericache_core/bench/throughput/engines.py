@@ -197,6 +197,7 @@ class EngineSystem:
             drafted=sum(each.drafted for each in metrics),
             accepted=sum(each.accepted for each in metrics),
             steps=found.steps,
+            device_budget_bytes=budget,
             within_budget=None if budget is None else found.peak_device_bytes <= budget,
             notes=notes,
             trace=found.trace,

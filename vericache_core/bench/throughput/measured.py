@@ -37,7 +37,8 @@ class Measured:
         prefill_seconds: what reading all prompts cost, once, and is no part of ``decode_seconds``.
         swap_hidden_fraction: share of the time of swaps in which nobody waited for them.
         steps: forwards of the model in ``decode_seconds``, for however many requests at once.
-        within_budget: whether device KV stayed below the workload's cap.
+        device_budget_bytes: the workload's cap on device KV; ``None`` for none.
+        within_budget: whether device KV stayed below it.
         notes: what a reader has to know about this run.
     """
 
@@ -53,6 +54,7 @@ class Measured:
     drafted: int | None = None
     accepted: int | None = None
     steps: int | None = None
+    device_budget_bytes: int | None = None
     within_budget: bool | None = None
     notes: list[str] = field(default_factory=list)
     trace: Trace | None = None

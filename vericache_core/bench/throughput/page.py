@@ -9,15 +9,18 @@ from typing import Any, Final
 
 from vericache_core.bench.throughput.measured import Trace
 from vericache_core.bench.throughput.rows import Record
-from vericache_core.bench.throughput.svg import WIDTH, Series, Span, lanes, plot
+from vericache_core.bench.throughput.svg import WIDTH, Bar, Series, Span, bars, lanes, plot
 from vericache_core.bench.throughput.table import HEADER, LEGEND, cells
 
 STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 sans-serif; max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .25rem .6rem; text-align: left; vertical-align: top;
-border-bottom: 1px solid #8884; } .bad { color: #dc2626; font-weight: bold; } .plots { display: flex; flex-wrap: wrap;
-gap: 1rem; } svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; margin: 1rem 0; }
+td, th { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #8884; }
+.figures { font-size: 14px; } .figures td, .figures th { padding: .25rem .45rem; white-space: nowrap; }
+.figures td:nth-child(2), .figures td:last-child { white-space: normal; min-width: 10rem; }
+.bad { color: #dc2626; font-weight: bold; } summary { cursor: pointer; }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; } svg { max-width: 100%; height: auto; }
 """
 PHASES: Final = {
     "prefill": "#94a3b8",
@@ -28,15 +31,21 @@ PHASES: Final = {
     "swap": "#dc2626",
 }
 """Colours; ``background`` is a verify that ran beside the steps of others."""
+INSIDE: Final = (
+    "The first repetition. A lane a request: draft, verify, decode and prefill are the steps that had rows of it, background "
+    "is a verify that ran beside the steps of others, swap (thin) is a layer of its full KV coming in."
+)
 TIERS: Final = ("device", "host", "disk")
 
 
 def html_page(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], records: Sequence[Record]) -> str:
     """The whole document; it loads nothing and runs nothing."""
-    parts = ["<h1>Throughput</h1>", _table(rows), f"<p>{escape(LEGEND)}</p>", _context(rows)]
-    parts += [_inside(record, trace) for record in records if (trace := _trace(record)) is not None]
+    parts = ["<h1>Throughput</h1>", _table(rows), f"<p>{escape(LEGEND)}</p>"]
+    parts.append(f'<div class="plots">{"".join([*_rates(rows), *_context(rows)])}</div>')
+    inside = [_inside(record, *traced) for record in records if (traced := _traced(record)) is not None]
+    parts += [f"<h2>Inside one run of each system</h2><p>{escape(INSIDE)}</p>", *inside] if inside else []
     conditions = "".join(f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>" for key, value in head.items())
-    parts.append(f"<h2>Conditions</h2><table>{conditions}</table>")
+    parts.append(f'<h2>Conditions</h2><div class="wide"><table>{conditions}</table></div>')
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>VeriCache: throughput</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
@@ -48,34 +57,69 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         bad = ' class="bad"' if row["lossless"] and row["identical"] is False else ""
         lines.append("".join(f"<td{bad}>{escape(cell)}</td>" for cell in cells(row)))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f'<div class="wide"><table class="figures">{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
-def _context(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Throughput against context; workloads with a cap on device KV are drawn apart."""
+def _measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows that have a figure, by workload."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["tokens_per_s"]["median"] is not None:
+            found.setdefault(row["workload"], []).append(row)
+    return found
+
+
+def _rates(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Systems side by side, a plot for each workload."""
     drawn = []
-    for capped, title in ((False, "Throughput against context"), (True, "Throughput against context, device KV capped")):
+    for workload, measured in _measured(rows).items():
+        values = []
+        for row in measured:
+            rate, times = row["tokens_per_s"], row["speedup_vs_plain"]
+            label = f"{rate['median']:.1f}" + ("" if times is None else f" ({times:.2f}x plain)")
+            values.append(Bar(row["system"], rate["median"], rate["min"], rate["max"], label))
+        drawn.append(bars(f"{workload}: throughput", "tokens/s, median; the line is from the least to the most", values))
+    return drawn
+
+
+def _context(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Throughput against context, where it varies: of one workload, or of all without a cap on device KV together."""
+    measured = _measured(rows)
+    plots: dict[str, list[Mapping[str, Any]]] = {}
+    varied = any("@" in workload for workload in measured)
+    for workload, found in measured.items():
+        if varied:
+            plots.setdefault(workload.partition("@")[0], []).extend(found)
+        elif found[0]["budget_share"] is None:
+            plots.setdefault("all workloads without a cap on device KV", []).extend(found)
+    drawn = []
+    for name, found in plots.items():
         series: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if row["tokens_per_s"]["median"] is not None and (row["budget_share"] is not None) == capped:
-                place = (statistics.mean(row["prompt_tokens"]), row["tokens_per_s"]["median"])
-                series.setdefault(row["system"], []).append(place)
-        if series:
-            found = [Series(name, sorted(points)) for name, points in series.items()]
-            drawn.append(plot(title, "mean prompt tokens", "tokens/s", found))
-    return f'<div class="plots">{"".join(drawn)}</div>'
+        for row in found:
+            place = (statistics.mean(row["prompt_tokens"]), row["tokens_per_s"]["median"])
+            series.setdefault(row["system"], []).append(place)
+        if len({x for points in series.values() for x, _ in points}) > 1:
+            lines = [Series(system, sorted(points)) for system, points in series.items()]
+            # Two workloads may have prompts of one mean length: a line would go straight up between them.
+            joined = all(len({x for x, _ in line.points}) == len(line.points) for line in lines)
+            drawn.append(plot(f"Throughput against context: {name}", "mean prompt tokens", "tokens/s", lines, joined=joined))
+    return drawn
 
 
-def _trace(record: Record) -> Trace | None:
-    return next((run.trace for _, run in sorted(record.runs.items()) if run.trace is not None and run.trace.phases), None)
+def _traced(record: Record) -> tuple[Trace, int | None] | None:
+    """The first run that tells what happened inside it, and its cap on device KV in bytes."""
+    for _, run in sorted(record.runs.items()):
+        if run.trace is not None and run.trace.phases:
+            return run.trace, run.device_budget_bytes
+    return None
 
 
-def _inside(record: Record, trace: Trace) -> str:
+def _inside(record: Record, trace: Trace, budget: int | None) -> str:
     drawn = [_timeline(trace)]
     if trace.windows:
         drawn.append(_windows(trace))
     if trace.memory:
-        drawn.append(_memory(trace))
+        drawn.append(_memory(trace, budget))
     title = escape(f"{record.workload}: {record.system}")
     return f'<details><summary>{title}</summary><div class="plots">{"".join(drawn)}</div></details>'
 
@@ -117,10 +161,17 @@ def _windows(trace: Trace) -> str:
     return plot("Tokens drafted before each verify", "seconds", "drafted", series)
 
 
-def _memory(trace: Trace) -> str:
+def _memory(trace: Trace, budget: int | None) -> str:
     series = [
         Series(tier, [(sample[0], sample[1 + at] / 1e6) for sample in trace.memory])
         for at, tier in enumerate(TIERS)
         if any(sample[1 + at] for sample in trace.memory)
     ]
-    return plot("KV by tier", "seconds", "MB", series, dots=False)
+    return plot(
+        "KV by tier; the cap is the device's" if budget is not None else "KV by tier",
+        "seconds",
+        "MB",
+        series,
+        dots=False,
+        cap=None if budget is None else budget / 1e6,
+    )

@@ -60,6 +60,7 @@ def row(record: Record, plain: Record | None) -> dict[str, Any]:
         "acceptance": accepted / sum(drafted) if sum(drafted) else None,
         "swap_bytes": _median(run.swap_bytes for run in runs),
         "swap_seconds": _median(run.swap_seconds for run in runs),
+        "device_budget_bytes": next((run.device_budget_bytes for run in runs if run.device_budget_bytes is not None), None),
         "within_budget": all(within) if within else None,
         "notes": list(dict.fromkeys(note for run in runs for note in run.notes)),
         "skipped": record.skipped,
