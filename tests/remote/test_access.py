@@ -16,7 +16,7 @@ from tests.remote.stores import PREFIX, TOKEN, drafter, other_model, plain, prom
 from vericache_core.builtin import IdentityCompressor
 from vericache_core.cli import main as cli
 from vericache_core.errors import ConfigError, RemoteRefused, UsageError
-from vericache_core.remote.auth import is_loopback, read_tokens
+from vericache_core.remote.auth import channel_credentials, is_loopback, read_tokens, server_credentials
 from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.link import Link
@@ -225,3 +225,32 @@ def test_a_store_that_would_be_open_does_not_start(
 ) -> None:
     assert cli.main(["store", "serve", *argv]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--listen", "127.0.0.1:99999"], "HOST:PORT"),
+        (["--metrics", "localhost"], "HOST:PORT"),
+        (["--max-sessions", "0"], "--max-sessions"),
+        (["--idle", "nan"], "--idle"),
+        (["--prefix-gib", "-1"], "--prefix-gib"),
+        (["--grace", "-1"], "--grace"),
+        (["--prefix", "nowhere.json"], "cannot read prefix"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["store", "serve", "-m", "/nowhere", "--insecure", *argv]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_files_that_hold_no_certificates(tmp_path: Path) -> None:
+    (tmp_path / "junk").write_text("junk")
+    junk = str(tmp_path / "junk")
+    for make in (lambda: server_credentials(junk, junk, None), lambda: channel_credentials(junk, None, None)):
+        with pytest.raises(UsageError, match="certificate"):
+            make()
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        drafter(tmp_path, 1, remote="localhost")

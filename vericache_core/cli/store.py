@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; exit 0 after an orderly end."""
     require_grpc()
     tokens = _check_access(args)
+    _check_numbers(args)
     config = config_from_args(args)
     registry = registry_from_args(args, config)
     if config.full_kv == "remote":
@@ -133,6 +134,24 @@ def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
     if args.tls_cert is None and not near and not args.plaintext:
         raise UsageError(f"{args.listen} without TLS", hint="--tls-cert and --tls-key, or --plaintext behind a tunnel")
     return None if args.token_file is None else read_tokens(args.token_file)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """UsageError for addresses and limits that cannot be meant, before a model is loaded."""
+    from vericache_core.service.http import split_address
+
+    for address in (args.listen, args.metrics):
+        if address is not None:
+            split_address(address)
+    for name in ("max_sessions", "tenant_sessions", "max_tokens", "idle"):
+        if not getattr(args, name) > 0:
+            raise UsageError(f"--{name.replace('_', '-')} is to be above 0, not {getattr(args, name):g}")
+    for name in ("prefix_gib", "session_gib", "grace"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} is to be 0 or more, not {getattr(args, name):g}")
+    for name in args.prefix or []:
+        if not Path(name).is_file():
+            raise PromptError(f"cannot read prefix {name}", cause="no such file")
 
 
 def _warm(server: StoreServer, engine: Engine, name: str, tenant: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -121,19 +122,44 @@ def _turn_away(_request: bytes, context: Any) -> Any:
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> Any:
-    """TLS of the store; with ``client_ca`` clients must show a certificate."""
-    pair = (read_file(key, "TLS key"), read_file(cert, "TLS certificate"))
-    authority = None if client_ca is None else read_file(client_ca, "client CA")
+    """TLS of the store; with ``client_ca`` clients must show a certificate.
+
+    Raises:
+        UsageError: a file cannot be read or holds something else, which gRPC would only tell with each handshake.
+    """
+    pair = _pair(cert, key)
+    authority = None if client_ca is None else _authority(client_ca, "client CA")
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def channel_credentials(authority: str, cert: str | None, key: str | None) -> Any:
-    """TLS of the drafting side."""
-    return grpc.ssl_channel_credentials(
-        read_file(authority, "CA file"),
-        None if key is None else read_file(key, "TLS key"),
-        None if cert is None else read_file(cert, "TLS certificate"),
-    )
+    """TLS of the drafting side; raises as :func:`server_credentials` does."""
+    own = (None, None) if cert is None or key is None else _pair(cert, key)
+    return grpc.ssl_channel_credentials(_authority(authority, "CA file"), *own)
+
+
+def _pair(cert: str, key: str) -> tuple[bytes, bytes]:
+    """Contents of a key and of its certificate."""
+    pair = read_file(key, "TLS key"), read_file(cert, "TLS certificate")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # nobody is asked for one
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{cert!r} and {key!r} are no certificate and its key",
+            cause=str(error),
+            hint="PEM files, the key without a password",
+        ) from error
+    return pair
+
+
+def _authority(name: str, what: str) -> bytes:
+    """Content of a file of certificates."""
+    content = read_file(name, what)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(name)
+    except ssl.SSLError as error:
+        raise UsageError(f"{what} {name!r} holds no certificate", cause=str(error), hint="a PEM file") from error
+    return content
 
 
 def _hashed(token: str) -> bytes:

@@ -12,6 +12,7 @@ from vericache_core.config import EngineConfig
 from vericache_core.errors import ConfigError, RemoteError, RemoteRefused
 from vericache_core.remote.auth import HEADER, SCHEME, channel_credentials, is_loopback, own_token
 from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, Message, decode
+from vericache_core.service.http import split_address
 
 _REFUSALS: Final = frozenset(
     {
@@ -57,9 +58,10 @@ class Link:
 
         Raises:
             ConfigError: it would send the token or KV in clear text to another machine.
-            UsageError: a file cannot be read.
+            UsageError: no HOST:PORT, or a file that cannot be used.
         """
         assert config.remote is not None
+        split_address(config.remote)
         if config.remote_ca is None and not config.remote_plaintext and not is_loopback(config.remote):
             raise ConfigError(
                 f"the link to {config.remote} would not be encrypted",
@@ -116,7 +118,10 @@ class Link:
             return RemoteRefused(f"the store at {self.address} refuses {method}", cause=details)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return RemoteError(f"the store at {self.address} did not answer {method} in {self.timeout:g} s")
-        return RemoteError(f"the store at {self.address} failed in {method}", cause=f"{code.name}: {details[:300]}")
+        hint = None
+        if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+            hint = "is `vericache store serve` up there, and do both sides have the same idea of TLS and client certificates?"
+        return RemoteError(f"the store at {self.address} failed in {method}", cause=f"{code.name}: {details[:300]}", hint=hint)
 
     def close(self) -> None:
         """Hang up; calls under way end with an error."""
