@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from vericache_core.errors import CompressorFault, ConfigError, OptionError, PromptError, RemoteError
 from vericache_core.kv import LayerDescriptor
-from vericache_vllm import client, compat, home, plugin
+from vericache_vllm import client, compat, home, plugin, waiting
 from vericache_vllm.attention import RowQuantizer, build_quantizer
 from vericache_vllm.compat import HOOKS, Hook, IncompatibleEngineError, difference, require_compatible
 from vericache_vllm.drafter import CompressedDrafter
@@ -330,6 +330,31 @@ def test_other_releases_are_refused(unchecked: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compat, "release_of", lambda _: release)
     with pytest.raises(IncompatibleEngineError, match=release):
         require_compatible("verifier")
+
+
+# -- vLLM's ranks -------------------------------------------------------------------------------------
+
+
+def test_ranks_sleep_between_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    assert waiting.wait_passively()
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: pytest.fail("it spins"))
+    context, address = zmq.Context(), get_open_zmq_ipc_path()
+    try:
+        writer = shm_broadcast.SpinCondition(False, context, address)
+        reader = shm_broadcast.SpinCondition(True, context, address, busy_loop_s=3600.0)
+        reader.last_read -= 3601.0  # as after an hour
+        reader.record_read()
+        reader.wait(timeout_ms=200)  # also the time that the two sockets need to meet
+        writer.notify()
+        reader.wait(timeout_ms=10_000)
+        with pytest.raises(zmq.Again):
+            reader.local_notify_socket.recv(flags=zmq.NOBLOCK)  # the message that woke it is gone
+    finally:
+        context.destroy(linger=0)
 
 
 # -- vLLM's dispatcher --------------------------------------------------------------------------------

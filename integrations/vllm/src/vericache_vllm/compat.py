@@ -106,6 +106,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         Hook("vllm.v1.sample.rejection_sampler:RejectionSampler.__init__", fields=("sampler", "spec_config", "device")),
         Hook("vllm.config:VllmConfig", fields=("additional_config",)),
     ),
+    "waiting": (
+        Hook("vllm.distributed.device_communicators.shm_broadcast:SpinCondition.record_read", ("self",)),
+        Hook(
+            "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.__init__",
+            ("self", "is_reader", "context", "notify_address", "busy_loop_s"),
+        ),
+    ),
     "attention": (
         Hook("vllm.v1.attention.backends.registry:register_backend", ("backend", "class_path", "is_mamba")),
         Hook("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_impl_cls", ()),

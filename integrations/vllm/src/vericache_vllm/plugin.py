@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vericache_vllm.compat import HOOKS, difference
+from vericache_vllm.waiting import wait_passively
 
 
 def register() -> None:
-    """Mend vLLM's kernel dispatcher where it is broken, and make our CPU attention known."""
+    """Mend vLLM's kernel dispatcher where it is broken, let ranks on the CPU sleep, and make our CPU attention known."""
     mend_dispatcher()
+    wait_passively()
     offer_attention()
 
 
