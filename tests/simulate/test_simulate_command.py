@@ -81,7 +81,7 @@ def test_traces_and_calibrations_are_read(tmp_path: Path, capsys: pytest.Capture
     trace.write_text('{"at": 0, "prompt_tokens": 50, "new_tokens": 3}\n{"at": 9, "prompt_tokens": 50, "new_tokens": 4}\n')
     model = CostModel({8: 1.0}, 0.0, 0.0, {"host": Link(0.0, 1e-9)}, 30)
     Calibration(Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16"), model).save(costs)
-    rows = answer([*SMALL, "--trace", str(trace), "--calibration", str(costs)], capsys)["rows"]
+    rows = answer([*SMALL[:5], "--trace", str(trace), "--calibration", str(costs)], capsys)["rows"]
     assert rows[0]["tokens"] == 7
     assert rows[0]["seconds"] == pytest.approx(9 + 4)
 
@@ -119,6 +119,8 @@ def test_the_list_names_sources(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kv-memory", "-1"], "--kv-memory: expected more than 0"),
         (["--kv-memory", "0.1"], "too small for one request"),
         (["--host-memory", "0.1", "--mode", "offloaded"], "host budget is too small"),
+        (["--trace", "none.jsonl", "--rate", "0"], "--trace and --rate exclude each other"),
+        (["--trace", "none.jsonl", "--prompt-tokens", "9"], "--trace and --prompt-tokens exclude each other"),
         (["--trace", "none.jsonl"], "trace 'none.jsonl' cannot be read"),
         (["--calibration", "none.json"], "calibration file 'none.json' does not exist"),
     ],

@@ -22,6 +22,10 @@ from vericache_core.simulate.request import Compression
 
 SCHEMA: Final = "vericache.simulate/1"
 MOST_REQUESTS: Final = 10_000
+REQUESTS: Final = 48
+PROMPT_TOKENS: Final = "30000"
+NEW_TOKENS: Final = 500
+"""What is simulated without a trace."""
 _HEADER: Final = [
     "DEVICE",
     "SYSTEM",
@@ -81,12 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "plain", "pinned", "offloaded"), default="auto", help="[%(default)s]")
     parser.add_argument("--scheduler", choices=("staggered", "lockstep"), default="staggered", help="[%(default)s]")
     parser.add_argument("--tier", choices=("host", "disk"), default="host", help="of offloaded full KV [%(default)s]")
-    parser.add_argument("--requests", type=int, default=48, metavar="N", help="[%(default)s]")
-    parser.add_argument("--rate", type=float, default=0.0, metavar="R", help="arrivals a second, Poisson; 0: all at once")
-    parser.add_argument("--prompt-tokens", default="30000", metavar="N[-M]", help="[%(default)s]")
-    parser.add_argument("--new-tokens", type=int, default=500, metavar="N", help="[%(default)s]")
+    parser.add_argument("--requests", type=int, metavar="N", help=f"[{REQUESTS}]")
+    parser.add_argument("--rate", type=float, metavar="R", help="arrivals a second, Poisson; 0: all at once [0]")
+    parser.add_argument("--prompt-tokens", metavar="N[-M]", help=f"[{PROMPT_TOKENS}]")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help=f"[{NEW_TOKENS}]")
     parser.add_argument(
-        "--trace", metavar="FILE", help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard"
+        "--trace",
+        metavar="FILE",
+        help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard; in place of the four above",
     )
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
     simulate_fleet.add_arguments(parser)
@@ -171,15 +177,21 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
     if args.trace:
+        for name in ("requests", "rate", "prompt_tokens", "new_tokens"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--trace and --{name.replace('_', '-')} exclude each other", hint="the trace says it")
         return read_trace(args.trace)
-    if args.requests > MOST_REQUESTS:
-        raise UsageError(f"--requests: expected at most {MOST_REQUESTS}, got {args.requests}")
-    low, _, high = args.prompt_tokens.partition("-")
+    requests = REQUESTS if args.requests is None else args.requests
+    if requests > MOST_REQUESTS:
+        raise UsageError(f"--requests: expected at most {MOST_REQUESTS}, got {requests}")
+    tokens = PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
+    low, _, high = tokens.partition("-")
     try:
         lengths = int(low), int(high or low)
     except ValueError:
-        raise UsageError(f"--prompt-tokens: expected N or N-M, got {args.prompt_tokens!r}") from None
-    return poisson(args.rate, args.requests, lengths, args.new_tokens, _means(_turns(args.hazard)), args.seed)
+        raise UsageError(f"--prompt-tokens: expected N or N-M, got {tokens!r}") from None
+    new_tokens = NEW_TOKENS if args.new_tokens is None else args.new_tokens
+    return poisson(args.rate or 0.0, requests, lengths, new_tokens, _means(_turns(args.hazard)), args.seed)
 
 
 def _turns(text: str) -> tuple[tuple[float, ...], ...]:
