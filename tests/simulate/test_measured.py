@@ -125,6 +125,27 @@ def test_wrong_drafts_come_where_they_came() -> None:
     assert steps == pytest.approx([4 * 8, 4 * 8 + 4])
 
 
+@pytest.mark.parametrize(
+    ("rounds", "window"),
+    [
+        ([[0.1, 0, 8, 8], [0.2, 1, 8, 3], [0.3, 0, 8, 8], [0.4, 0, 8, 8], [0.5, 0, 4, 4]], 8),
+        ([[0.1, 0, 8, 8], [0.2, 1, 5, 3], [0.3, 1, 8, 8]], None),
+    ],
+)
+def test_a_window_that_the_name_leaves_out_is_that_of_the_rounds(
+    tmp_path: Path, rounds: list[list[float]], window: int | None
+) -> None:
+    path = written(tmp_path / "runs", line("lockstep snapkv:keep=0.25", trace={"windows": rounds}))
+    (found,) = read_runs(path)
+    assert found.drafted == window
+
+
+def test_a_lockstep_row_is_simulated_with_the_window_of_its_rounds() -> None:
+    costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
+    found = compare(row("lockstep snapkv:keep=0.25", drafted=7), costs, TOKEN, 0.2, 2)
+    assert 64 / (found.tokens_per_s or 1) == pytest.approx(4 * 8)
+
+
 def test_the_link_is_that_of_the_run() -> None:
     facts: dict[str, Any] = {"tier": "host", "budget_share": 0.5, "hidden": 0.9}
     fast, slow = (

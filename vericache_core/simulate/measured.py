@@ -43,6 +43,7 @@ class MeasuredRow:
         link: bytes a second of its swaps.
         answers: by request and token, 1.0 where a draft was wrong and 0.0 elsewhere; empty without drafts.
         processor: ``cpu`` or ``cuda``, where it ran.
+        drafted: in each round, where that was the same for all but those that the end of the answer cut short; else None.
     """
 
     system: str
@@ -57,6 +58,7 @@ class MeasuredRow:
     link: float | None
     answers: tuple[tuple[float, ...], ...]
     processor: str
+    drafted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:
         swapped / seconds if seconds else None,
         _answers(rounds, len(facts["prompt_tokens"]), facts["new_tokens"]),
         processor,
+        _window(rounds, facts["new_tokens"]),
     )
 
 
@@ -143,6 +146,18 @@ def _answers(rounds: Sequence[Sequence[Any]], requests: int, new_tokens: int) ->
             wrong[request][at] = 1.0
         committed[request] = at + 1
     return tuple(map(tuple, wrong))
+
+
+def _window(rounds: Sequence[Sequence[Any]], new_tokens: int) -> int | None:
+    """The window of ``rounds`` as for :func:`_answers`, None if it changed."""
+    most = max((drafted for _, _, drafted, _ in rounds), default=0)
+    committed: dict[int, int] = {}
+    for _, request, drafted, accepted in rounds:
+        at = committed.get(request, 1)  # a first token came with the prefill
+        if drafted < min(most, new_tokens - at - 1):
+            return None
+        committed[request] = at + accepted + 1
+    return most or None
 
 
 def compare(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ring: int) -> Compared:
@@ -182,7 +197,7 @@ def _setup(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ri
             return "its runs hold no rounds of drafts"
         kind, compressor, chosen = ours.groups()
         mode = "auto" if kind == "auto" else "pinned" if row.tier is None else "offloaded"
-        window = None if kind == "auto" or chosen in (None, "auto") else int(chosen)
+        window = None if kind == "auto" or chosen == "auto" else row.drafted if chosen is None else int(chosen)
         named = re.search(r"keep=([0-9.]+)", compressor or "")
         keep = float(named[1]) if named else keep
         # As the engine's own "auto": nothing swapped, and all windows alike.
