@@ -142,8 +142,9 @@ def test_a_window_that_the_name_leaves_out_is_that_of_the_rounds(
 
 def test_a_lockstep_row_is_simulated_with_the_window_of_its_rounds() -> None:
     costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
-    found = compare(row("lockstep snapkv:keep=0.25", drafted=7), costs, TOKEN, 0.2, 2)
-    assert 64 / (found.tokens_per_s or 1) == pytest.approx(4 * 8)
+    wrong = tuple(float(at == 3) for at in range(33))
+    found = compare(row("lockstep snapkv:keep=0.25", drafted=7, answers=(wrong, (0.0,) * 33)), costs, TOKEN, 0.2, 2)
+    assert 64 / (found.tokens_per_s or 1) == pytest.approx(4 * 8 + 4)
 
 
 def test_the_link_is_that_of_the_run() -> None:
