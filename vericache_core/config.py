@@ -89,6 +89,9 @@ class EngineConfig:
     fuse: Literal["auto", "never"] = option(
         "auto", help="run decoder layers of known kinds in a few compiled operations on the CPU, where they give the same"
     )
+    graphs: Literal["auto", "never"] = option(
+        "auto", help="replay what lies between attention calls as CUDA graphs, where that gives the same bits; never elsewhere"
+    )
     device: str = option("auto", help="where the model runs: auto, cpu, cuda or cuda:N")
     threads: int | None = option(None, help="CPU threads; none for torch's own choice", ge=1)
     ring_layers: int = option(2, help="layers of full KV on the device at once while it streams in", ge=2, le=4)

@@ -23,6 +23,7 @@ from vericache_core.errors import (
 )
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit, other_shapes
+from vericache_core.model.graphs import capture_steps
 from vericache_core.model.load import load_model
 from vericache_core.model.prompts import encode_prompt, ending_ids
 from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of
@@ -84,6 +85,7 @@ class Engine:
         rows = self.config.rows
         further = () if self.config.shapes == "one" else other_shapes(rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
+        capture_steps(self.adapter, self.config.graphs)
         self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
         self.audit = None if self.config.audit_every is None else IdentityAudit(self, None, self.config.audit_every)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device, Link(self.config.link_bytes_per_s))

@@ -84,6 +84,8 @@ def _identity(args: argparse.Namespace, config: Any) -> dict[str, Any]:
                 },
                 "engine": {
                     "attention": engine.attention,
+                    "graphs": [] if engine.adapter.graphs is None else engine.adapter.graphs.shapes,
+                    "graphs_refused": engine.adapter.graphs_refused,
                     "dtype": str(engine.adapter.dtype).removeprefix("torch."),
                     "device": str(engine.adapter.device),
                     "rows": engine.adapter.rows,
@@ -113,6 +115,9 @@ def _print(facts: dict[str, Any]) -> None:
             f"{engine['attention']} attention, {engine['layers']} layers ({engine['sliding_layers']} sliding), "
             f"{engine['kv_bytes_per_token']} KV bytes a token"
         )
+        if engine["graphs"] or engine["graphs_refused"]:
+            rows = ", ".join(map(str, engine["graphs"]))
+            print("graphs:    " + (f"steps of {rows} rows" if rows else f"none: {engine['graphs_refused']}"))
     identity = facts["identity"]
     if not identity["holds"]:
         print(f"identity:  {identity['level']}: BROKEN: " + "; ".join(identity["failures"]))

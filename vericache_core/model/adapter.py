@@ -16,6 +16,7 @@ from vericache_core.errors import UnsupportedModelError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model import interface
 from vericache_core.model.fused import FusedLayer, fuse_layers
+from vericache_core.model.graphs import StepGraphs
 from vericache_core.model.interface import StepAttention, active_step
 from vericache_core.model.own_forms import Forms, use_forms
 from vericache_core.model.packed import pack_linears, packed_bytes, wants_packing
@@ -35,6 +36,8 @@ class ModelAdapter:
     Attributes:
         shapes: row counts that a step may have, ascending; only ``rows`` until admission has proved that others
             give every row the same bits.
+        graphs: captured steps; None where steps run as they are (:func:`vericache_core.model.graphs.capture_steps`).
+        graphs_refused: why capturing failed, if it did.
 
     Raises:
         UnsupportedModelError: naming what cannot be run exactly.
@@ -43,6 +46,8 @@ class ModelAdapter:
     def __init__(self, model: Any, rows: int, pack_weights: str = "auto", fuse: str = "auto") -> None:
         self.model, self.rows = model.eval(), rows
         self.shapes: tuple[int, ...] = (rows,)
+        self.graphs: StepGraphs | None = None
+        self.graphs_refused: str | None = None
         self.config = model.config.get_text_config()
         self.name = str(getattr(self.config, "model_type", type(model).__name__))
         refuse_by_config(self.config)
@@ -90,14 +95,23 @@ class ModelAdapter:
         if shape is None:
             raise ValueError(f"{len(token_ids)} rows do not fit in a step of {self.most_rows}")
         pad = shape - len(token_ids)
-        arguments: dict[str, Any] = {
-            "input_ids": torch.tensor([[*token_ids, *[0] * pad]], device=self.device),
-            "position_ids": torch.tensor([[*positions, *[0] * pad]], device=self.device),
-            "use_cache": False,
-        }
+        ids, places = [*token_ids, *[0] * pad], [*positions, *[0] * pad]
+        with torch.inference_mode():
+            output = None if self.graphs is None else self.graphs.run(ids, places, attention, logits)
+            if output is None:
+                given, at = (torch.tensor([numbers], device=self.device) for numbers in (ids, places))
+                with active_step(attention):
+                    output = self.forward(given, at, logits=logits)
+        return output
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, logits: bool = True) -> Tensor:
+        """The model's own forward of ``ids`` and ``positions [1, rows]`` -> ``[rows, vocab]``; see :meth:`step`."""
+        arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        if mask is not None:
+            arguments["attention_mask"] = mask
         if not logits and "logits_to_keep" in self._forward_names:
             arguments["logits_to_keep"] = 1
-        with torch.inference_mode(), active_step(attention), use_forms(self._forms):
+        with use_forms(self._forms):
             output: Tensor = self.model(**arguments).logits[0]
         return output
 
