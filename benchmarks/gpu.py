@@ -16,6 +16,7 @@ Exit status: 1 if something differs, 2 without a CUDA device. ``--json`` prints 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -37,6 +38,8 @@ from vericache_core.cache.pages import PAGE, PagedRows
 from vericache_core.coded import CodedLayer
 from vericache_core.context import CompressContext
 from vericache_core.kv import LayerDescriptor, PrefixView
+from vericache_core.model.adapter import ModelAdapter
+from vericache_core.model.graphs import capture_steps
 from vericache_core.packing import SUPPORTED_BITS, pack
 from vericache_core.plugins.registry import default_registry
 
@@ -64,6 +67,16 @@ class Row:
     seconds: float
     bytes_per_second: float
     times_sdpa: float
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """A step of ``rows`` rows without its attention, launched one by one and as graphs: medians."""
+
+    rows: int
+    seconds: float
+    graph_seconds: float
+    times: float
 
 
 @dataclass(frozen=True)
@@ -270,6 +283,37 @@ def check_engines(device: torch.device, small: bool) -> list[dict[str, Any]]:
     return records
 
 
+def check_graphs(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """Engines with and without CUDA graphs, plain and drafting: tokens and logits bit for bit."""
+    records = []
+    params = SamplingParams(max_new_tokens=4 if small else 48)
+    prompts = [torch.randint(0, 997, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 71)]
+    for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
+        outputs, shapes, refused = [], (), None
+        for graphs in ("never", "auto"):
+            config = EngineConfig(
+                compressor="random",
+                options={"keep": 0.3},
+                attention="triton",
+                rows=4 if small else 32,
+                window=2 if small else 6,
+                probe=not small,
+                graphs=graphs,  # type: ignore[arg-type]  # one of its words
+            )
+            with Engine(small_model(dtype, device), None, config) as engine:
+                plain = engine.generate(prompts, params, compressor=None, record_logits=True)
+                outputs.append(plain + engine.generate(prompts, params, record_logits=True))
+                if engine.adapter.graphs is not None:
+                    shapes = engine.adapter.graphs.shapes
+                refused = engine.adapter.graphs_refused
+        same = all(_same(mine, theirs) for mine, theirs in zip(*outputs, strict=True))
+        records.append({"dtype": str(dtype).removeprefix("torch."), "captured": shapes, "refused": refused, "identical": same})
+        note(json.dumps(records[-1]))
+        require(same, f"engines with CUDA graphs, {dtype}")
+        require(bool(shapes) or device.type != "cuda", f"nothing was captured: {refused}")
+    return records
+
+
 def _same(mine: Any, theirs: Any) -> bool:
     if mine.error is not None or mine.token_ids != theirs.token_ids:
         return False
@@ -343,6 +387,50 @@ def speed(device: torch.device, shape: Shape, context: int, batch: int, repeats:
     return rows
 
 
+class _NoAttention:
+    """Answers zeros, which costs next to nothing, with and without graphs alike."""
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
+
+def graph_speed(device: torch.device, shape: Shape, rows: Sequence[int], repeats: int) -> list[GraphRow]:
+    """Steps of a random-weight Llama of 8 layers with heads of ``shape``, bfloat16; both ways give the same logits."""
+    width = shape.heads * shape.head_dim
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=width,
+        intermediate_size=width * 7 // 2,
+        num_hidden_layers=8,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    found = []
+    for count in rows:
+        adapter = ModelAdapter(model, count)
+        step = functools.partial(adapter.step, [7] * count, list(range(count)), _NoAttention())
+        plain, expected = measure(step, repeats), step()
+        capture_steps(adapter, "auto")
+        require(adapter.graphs is not None, f"nothing was captured: {adapter.graphs_refused}")
+        graph = measure(step, repeats)
+        require(torch.equal(step(), expected), f"logits of a graph of {count} rows")
+        found.append(GraphRow(count, plain, graph, plain / graph))
+    return found
+
+
+def graph_table(rows: Sequence[GraphRow]) -> str:
+    """The steps for people."""
+    lines = [f"{'STEP WITHOUT ATTENTION':<32}{'ROWS':>9}{'LAUNCHED, us':>14}{'GRAPH, us':>12}{'TIMES':>8}"]
+    lines += [
+        f"{'8 layers':<32}{row.rows:>9}{row.seconds * 1e6:>14.1f}{row.graph_seconds * 1e6:>12.1f}{row.times:>8.2f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def table(rows: Sequence[Row]) -> str:
     """The measurements for people."""
     lines = [f"{'KERNEL':<32}{'CONTEXT':>9}{'BATCH':>7}{'MiB':>10}{'MICROSECONDS':>14}{'GB/s':>9}{'x SDPA':>8}"]
@@ -381,19 +469,25 @@ def main() -> int:
         note(f"{report['kernel_comparisons']} kernel comparisons agree")
         report["engines"] = check_engines(device, interpreted)
         note(f"{len(report['engines'])} engines decode as without a compressor")
+        report["graphs"] = check_graphs(device, interpreted)
+        note(
+            f"{len(report['graphs'])} engines with CUDA graphs decode as without" if not interpreted else "no CUDA graphs here"
+        )
+        rows: list[Row] = []
+        steps: list[GraphRow] = []
+        if not (arguments.checks or interpreted):
+            for context in arguments.context:
+                for batch in arguments.batch:
+                    rows += speed(device, mine, context, batch, arguments.repeats)
+            steps = graph_speed(device, mine, (8, 32, 128), arguments.repeats)
     except DifferenceError as difference:
         note(f"differs: {difference}")
         return 1
-    rows: list[Row] = []
-    if not (arguments.checks or interpreted):
-        for context in arguments.context:
-            for batch in arguments.batch:
-                rows += speed(device, mine, context, batch, arguments.repeats)
-    report["speed"] = [asdict(row) for row in rows]
+    report["speed"], report["graph_speed"] = [asdict(row) for row in rows], [asdict(row) for row in steps]
     if arguments.json:
         print(json.dumps(report, indent=2))
     elif rows:
-        print(table(rows))
+        print(table(rows), graph_table(steps), sep="\n\n")
     return 0
 
 
