@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations in order."""
 
     def __init__(self, on_replay: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.on_replay = on_replay
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.made: list[Tensor] = []
@@ -80,13 +80,13 @@ class TapeRecorder:
     def begin(self) -> None:
         tapes = self.sessions[-1]
         tapes.append(Tape((lambda: self._poison(tapes)) if not tapes else lambda: None))
-        tapes[-1].__enter__()
+        tapes[-1].__enter__()  # type: ignore[no-untyped-call]
         self.open = True
 
     def end(self) -> Callable[[], None]:
         self.open = False
         tape = self.sessions[-1][-1]
-        tape.__exit__(None, None, None)
+        tape.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return tape.replay
 
     def _poison(self, tapes: list[Tape]) -> None:

@@ -36,4 +36,3 @@ def test_the_checks_pass_in_the_interpreter() -> None:
     report = json.loads(done.stdout)
     assert report["kernel_comparisons"] >= 22
     assert all(record["identical"] for record in report["engines"])
-    assert [record["identical"] for record in report["graphs"]] == [True]
