@@ -248,6 +248,7 @@ class Engine:
                 raise
 
         def drop() -> None:
+            request.full.abort()  # before the lock: a step that waits for its swap holds it
             with self._lock:
                 self._drop(request)
 
@@ -262,6 +263,8 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs and give back memory, files and threads; prefixes that wait to be saved are, within seconds."""
+        for request in self.loop.live:  # before the lock: a step that waits for a swap holds it
+            request.full.abort()
         with self._lock:
             for request in self.loop.live:
                 self._drop(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Hands:
     def clock(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, _: threading.Event, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
 
@@ -44,11 +45,11 @@ def test_a_transfer_takes_its_bytes_at_the_rate_and_its_own_time_counts() -> Non
     link = Link(100.0, hands.clock, hands.sleep)
     started = link.now()
     hands.now += 3.0  # the copying itself
-    link.hold(started, 500)
+    link.hold(started, 500, threading.Event())
     assert hands.now == pytest.approx(5.0)
     started = link.now()
     hands.now += 7.0  # slower than the limit anyway
-    link.hold(started, 500)
+    link.hold(started, 500, threading.Event())
     assert hands.now == pytest.approx(12.0)
     assert hands.slept == pytest.approx([2.0])
 
@@ -57,17 +58,17 @@ def test_transfers_that_overlap_share_the_rate_and_idle_time_is_not_saved_up() -
     hands = Hands()
     link = Link(100.0, hands.clock, hands.sleep)
     first, second = link.now(), link.now()
-    link.hold(first, 100)
-    link.hold(second, 100)
+    link.hold(first, 100, threading.Event())
+    link.hold(second, 100, threading.Event())
     assert hands.now == pytest.approx(2.0)
     hands.now = 50.0
-    link.hold(link.now(), 100)
+    link.hold(link.now(), 100, threading.Event())
     assert hands.now == pytest.approx(51.0)
 
 
 def test_without_a_limit_nobody_waits() -> None:
     hands = Hands()
-    Link(None, hands.clock, hands.sleep).hold(0.0, 10**12)
+    Link(None, hands.clock, hands.sleep).hold(0.0, 10**12, threading.Event())
     assert not hands.slept
 
 

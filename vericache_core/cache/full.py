@@ -7,10 +7,12 @@ and counts for nothing, so a step that fails can simply be run again.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +79,7 @@ class FullKV:
             self._store = HostStore(offloaded, device, link) if tier == "host" else DiskStore(offloaded, swap_dir, link)
         self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
         self._queue: deque[int] = deque()
+        self._stop, self._aborted = threading.Event(), False  # of the loads of one step; of those of every step
         self._exact: ExactRows | None = None
         self._room = 0
         self.link_seconds = self.waited_seconds = 0.0
@@ -139,6 +142,9 @@ class FullKV:
         ``exact`` names rows that are on the device already and need not move.
         """
         self.close_step()
+        self._stop = threading.Event()
+        if self._aborted:  # read after the event is in place: whoever aborts does it the other way round
+            self._stop.set()
         self.loads = []
         self._room, self._exact = rows, exact
         self._queue = deque(self._offloaded)
@@ -175,13 +181,36 @@ class FullKV:
         self._load_next()
 
     def close_step(self) -> None:
-        """End a step, finished or failed: no load is in flight and no slot is held afterwards."""
+        """End a step, finished or failed: no load is in flight and no slot is held afterwards.
+
+        Loads that nobody took are stopped; they do not come to their end, which may be minutes away on a slow link.
+        """
         self._queue.clear()
-        wait([loaded for _, loaded in self._slots.values()])
+        self._stop.set()
+        wait([loaded for _, loaded in self._slots.values() if not loaded.cancel()])
         for slot, _ in self._slots.values():
             self._ring.release(slot)
         self._slots.clear()
         self._exact = None
+
+    def abort(self) -> None:
+        """Stop loads in flight and let later ones fail with ``SwapError``; from any thread, also while a step runs."""
+        self._aborted = True
+        self._stop.set()
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether :meth:`abort` was called: a load that fails is no fault of the tier."""
+        return self._aborted
+
+    @contextmanager
+    def aborted(self) -> Iterator[None]:
+        """As :meth:`abort`, until the block is left."""
+        self.abort()
+        try:
+            yield
+        finally:
+            self._aborted = False
 
     def advance(self, rows: int, keep_window: bool = False) -> None:
         """Keep the next ``rows`` rows that the last step wrote.
@@ -296,25 +325,25 @@ class FullKV:
             return
         layer = self._queue.popleft()
         slot = self._ring.acquire(self.layers[layer], self.tokens + self._room)
-        exact, tokens = self._exact, self.tokens
-        self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact)))
+        exact, tokens, stop = self._exact, self.tokens, self._stop
+        self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact, stop)))
 
-    def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
+    def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
         started, before = time.perf_counter(), self.moved_bytes
         try:
-            self._fill(layer, slot, tokens, exact)
+            self._fill(layer, slot, tokens, exact, stop)
         finally:
             ended = time.perf_counter()
             self.link_seconds += ended - started
             self.link_bytes += self.moved_bytes - before
             self.loads.append((layer, started, ended))
 
-    def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None) -> None:
+    def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
         assert self._store is not None
         if tokens == 0:
             return
         missing = None if exact is None else exact.missing(layer, tokens)
-        rest = self._store.read(self.layers[layer], tokens, slot, missing)
+        rest = self._store.read(self.layers[layer], tokens, slot, missing, stop)
         if rest is None or exact is None:
             return
         held = exact.held(layer)

@@ -6,6 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from vericache_core.errors import SwapError
+
+STOPPED = "the load was stopped: nobody waits for it any more"
+
 
 class Link:
     """Holds transfers back to a rate that all of them share.
@@ -17,14 +21,14 @@ class Link:
     Args:
         bytes_per_s: the rate; None for as fast as it goes.
         clock: seconds that only grow.
-        sleep: waits for seconds.
+        sleep: waits for seconds, or until the event is set.
     """
 
     def __init__(
         self,
         bytes_per_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[threading.Event, float], object] = threading.Event.wait,
     ) -> None:
         self.bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
         self._free_at = float("-inf")
@@ -34,8 +38,12 @@ class Link:
         """The clock, to be read when a transfer starts."""
         return self._clock()
 
-    def hold(self, started: float, nbytes: int) -> None:
-        """Wait until ``nbytes`` whose transfer began at ``started`` and is done may have arrived."""
+    def hold(self, started: float, nbytes: int, stop: threading.Event) -> None:
+        """Wait until ``nbytes`` whose transfer began at ``started`` and is done may have arrived.
+
+        Raises:
+            SwapError: ``stop`` was set meanwhile; the rest of the time is given back to others.
+        """
         if self.bytes_per_s is None:
             return
         with self._lock:
@@ -43,4 +51,8 @@ class Link:
             due = self._free_at
         rest = due - self._clock()
         if rest > 0:
-            self._sleep(rest)
+            self._sleep(stop, rest)
+            if stop.is_set():
+                with self._lock:
+                    self._free_at -= max(0.0, due - self._clock())
+                raise SwapError(STOPPED)

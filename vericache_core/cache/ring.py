@@ -88,8 +88,10 @@ class SwapRing:
             # The slot may still be read by compute that was queued before this load was asked for.
             with torch.cuda.stream(self._stream):
                 torch.cuda.current_stream(self.device).wait_event(ready)
-                fill()
-                torch.cuda.current_stream(self.device).synchronize()
+                try:
+                    fill()
+                finally:  # a fill that was stopped has copies in flight, and its slot goes to others
+                    torch.cuda.current_stream(self.device).synchronize()
 
         return self._worker.submit(on_stream)
 
@@ -99,7 +101,7 @@ class SwapRing:
             self._free.clear()
 
     def close(self) -> None:
-        """Stop the thread; loads in flight finish first."""
+        """Stop the thread; a load in flight ends first, so whoever asked for it is to stop it before."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._worker = None

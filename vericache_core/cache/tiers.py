@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vericache_core.cache.link import Link
+from vericache_core.cache.link import STOPPED, Link
 from vericache_core.cache.move import Index, copy_rows
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
@@ -44,22 +45,31 @@ class TierStore(ABC):
         """Persist rows ``first .. first + count`` out of ``slot``."""
 
     def read(
-        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+        self,
+        layer: LayerDescriptor,
+        tokens: int,
+        slot: PagedRows,
+        missing: Sequence[Index] | None,
+        stop: threading.Event | None = None,
     ) -> Sequence[Index] | None:
         """Fill ``slot`` with rows below ``tokens``, no faster than the link allows.
 
         ``missing`` lists per KV head the positions wanted, ``None`` means all. Returns per KV head the
         positions that were wanted by nobody and not read either, or ``None`` when every row was read.
+
+        Raises:
+            SwapError: the tier could not be read, or ``stop`` was set before all of it had come.
         """
+        stop = stop or threading.Event()
         started = self._link.now()
-        unread, nbytes = self._fetch(layer, tokens, slot, missing)
+        unread, nbytes = self._fetch(layer, tokens, slot, missing, stop)
         self.moved_bytes += nbytes
-        self._link.hold(started, nbytes)
+        self._link.hold(started, nbytes, stop)
         return unread
 
     @abstractmethod
     def _fetch(
-        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
     ) -> tuple[Sequence[Index] | None, int]:
         """As :meth:`read`, at once; returns the bytes that were moved, too."""
 
@@ -96,16 +106,18 @@ class HostStore(TierStore):
         self.written_bytes += count * layer.token_bytes
 
     def _fetch(
-        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
     ) -> tuple[Sequence[Index] | None, int]:
         home = self._rows[layer.index]
         if missing is None:
             for page in range(pages_for(tokens)):
+                _unless(stop)
                 for source, target in zip(home.page(page), slot.page(page), strict=True):
                     _copy(source, target)
             return None, tokens * layer.token_bytes
         moved = 0
         for head, wanted in enumerate(missing):
+            _unless(stop)
             copy_rows(home, wanted, slot, wanted, head)
             moved += len(wanted) * layer.token_bytes // layer.kv_heads
         return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing], moved
@@ -176,12 +188,13 @@ class DiskStore(TierStore):
         self.written_bytes += count * layer.token_bytes
 
     def _fetch(
-        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None
+        self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
     ) -> tuple[Sequence[Index] | None, int]:
         pages = set(range(pages_for(tokens)))
         if missing is not None:
             pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
         for page in sorted(pages):
+            _unless(stop)
             self._transfer(layer, page, slot, "read")
         moved = len(pages) * PAGE * layer.token_bytes
         if missing is None:
@@ -233,6 +246,11 @@ class DiskStore(TierStore):
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _unless(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise SwapError(STOPPED)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -115,7 +115,8 @@ class StepLoop:
     def release(self, request: Request) -> None:
         """Let a request go with what it holds; :meth:`add` takes it in again."""
         if self.background.number == request.number:
-            self.background.abandon()
+            with request.full.aborted():  # its swap may be minutes from its end
+                self.background.abandon()
         self.requests = [other for other in self.requests if other is not request]
         self.compression.forget(request.number)
         self.scheduler.remove(request.number)

@@ -40,6 +40,9 @@ class Recovery:
     def step_failed(self, fault: StepFault) -> None:
         """Nothing of a failed step counts; the request at fault is degraded, the others just run again."""
         request, error = fault.request, fault.error
+        if request.full.unwanted:
+            request.output.close("cancelled")
+            return
         if isinstance(error, CompressorFault):
             self.compressor_failed(request, "attend", error)
             return
