@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,17 +15,29 @@ from vericache_core.cache.tiers import DiskStore, HostStore
 from vericache_core.errors import SwapError
 from vericache_core.outputs import Job
 from vericache_core.runtime.admission import QueueFull
+from vericache_core.runtime.background import BackgroundVerify
 
 KINDS = 20
 REQUESTS = 500
+SLOW_LINK = 10e6
+"""Bytes a second at which a swap of most prompts here takes longer than a step."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full_kv", ["host", "disk"])
-@pytest.mark.parametrize("scheduler", ["staggered", "lockstep"])
-def test_soak(full_kv: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scheduler", "link", "proposer"),
+    [
+        ("staggered", None, "none"),
+        ("lockstep", None, "none"),
+        pytest.param("staggered", SLOW_LINK, "ngram", id="background-lookup"),
+    ],
+)
+def test_soak(full_kv: Any, scheduler: Any, link: float | None, proposer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(7)
     prompts = [[draw.randrange(1, 500) for _ in range(draw.choice((3, 20, 60, 130, 200)))] for _ in range(KINDS)]
+    if proposer != "none":
+        prompts[::2] = [(prompt[:7] * 30)[: len(prompt)] for prompt in prompts[::2]]  # something to look up
     lengths = [draw.choice((2, 9, 30)) for _ in range(KINDS)]
     model = build("llama")
     with Engine(model, config=EngineConfig(rows=16)) as plain:
@@ -45,11 +58,20 @@ def test_soak(full_kv: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(store, "read", failing)
 
+    start, started = BackgroundVerify.start, 0
+
+    def counted(self: BackgroundVerify, *arguments: Any) -> None:
+        nonlocal started
+        started += 1
+        start(self, *arguments)
+
+    monkeypatch.setattr(BackgroundVerify, "start", counted)
     config = EngineConfig(
         rows=16, compressor="random", keep=0.4, window="auto", full_kv=full_kv, scheduler=scheduler, max_queue=8,
-        device_budget=int(alone * 3), swap_dir=None,
+        device_budget=int(alone * 3), swap_dir=None, link_bytes_per_s=link, proposer=proposer,
     )  # fmt: skip
     with Engine(model, config=config) as engine:
+        assert engine.adapter.fused_layers or find_spec("numba") is None
         before = (live_bytes(), descriptors())
         jobs: list[tuple[int, Job]] = []
         cancelled: set[int] = set()
@@ -84,6 +106,7 @@ def test_soak(full_kv: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
         assert refused > 0
         assert failures > 0
         assert cancelled
+        assert link is None or started > 0
         assert not engine.loop.requests
         assert not engine.loop.scheduler.running
         engine.loop.ring.check_integrity()
