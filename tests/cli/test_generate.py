@@ -194,8 +194,8 @@ def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) ->
         str(swap),
         "--no-probe",
         "--ignore-eos",
-        "--link-bytes-per-s",  # hundreds of swaps, each of a good part of a second: it cannot be done before the signal
-        "1e6",
+        "--link-bytes-per-s",  # hundreds of swaps of some hundredths of a second: not done before the signal
+        "1e7",
     ]
     argv += ["--stream", "--max-new-tokens", "600", PROMPT]
     child = subprocess.Popen(
