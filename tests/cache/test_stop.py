@@ -107,6 +107,62 @@ def test_abort_wakes_a_step_that_waits_and_also_one_that_opens_later() -> None:
     ring.close()
 
 
+def test_what_was_unwanted_before_stays_so_after_a_block_that_aborts() -> None:
+    ring = SwapRing(2, CPU)
+    full = written("host", ring)
+    with full.aborted():
+        assert full.unwanted
+    assert not full.unwanted
+    full.open(1)
+    full.pages(0)
+    full.close_step()
+    full.abort()
+    with full.aborted():
+        pass
+    assert full.unwanted
+    full.open(1)
+    with pytest.raises(SwapError, match="stopped"):
+        full.pages(0)
+    full.close()
+    ring.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("when", ["waiting", "copying"])
+def test_a_load_that_was_stopped_counts_neither_bytes_nor_time(tier: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    link = Link(1.0, sleep=gate.sleep)
+    ring = SwapRing(2, CPU, link)
+    full = written(tier, ring)
+    counted = full.moved_bytes, full.link_bytes, full.link_seconds
+    if when == "copying":  # stopped between two pages
+
+        def stopped(source: Any, *arguments: Any) -> Any:
+            gate.entered.set()
+            arguments[-1].wait(PATIENCE)
+            return real(source, *arguments)
+
+        store = type(full._store)
+        real = store._fetch
+        monkeypatch.setattr(store, "_fetch", stopped)
+    full.open(1)
+    assert gate.entered.wait(PATIENCE)
+    full.close_step()
+    assert (full.moved_bytes, full.link_bytes, full.link_seconds) == counted
+    assert not full.loads
+    monkeypatch.undo()
+    link.bytes_per_s = None
+    full.open(1)
+    for layer in full.offloaded:
+        full.pages(layer)
+        full.wrote(layer, 1)
+    assert full.link_bytes == full.moved_bytes > 0
+    assert full.link_seconds > counted[2]
+    assert [layer for layer, _, _ in full.loads] == list(full.offloaded)
+    full.close()
+    ring.close()
+
+
 @pytest.mark.parametrize("how", ["cancel", "close"])
 @pytest.mark.parametrize("scheduler", ["lockstep", "staggered"])
 def test_a_request_whose_swap_is_in_flight_can_be_let_go(how: str, scheduler: Any) -> None:

@@ -41,8 +41,9 @@ class FullKV:
 
     Attributes:
         tokens: rows that count.
+        unwanted: :meth:`abort` was called, so a load that fails is no fault of the tier.
         link_seconds: time that loads took so far, of ``link_bytes`` bytes, and ``waited_seconds`` that a step stood
-            still for them.
+            still for them; loads that did not come to their end are in none of them.
         loads: ``(layer, from, to)`` of the newest step's loads, by ``time.perf_counter``.
 
     Args:
@@ -79,7 +80,8 @@ class FullKV:
             self._store = HostStore(offloaded, device, link) if tier == "host" else DiskStore(offloaded, swap_dir, link)
         self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
         self._queue: deque[int] = deque()
-        self._stop, self._aborted = threading.Event(), False  # of the loads of one step; of those of every step
+        self._stop = threading.Event()  # of the loads of one step; ``unwanted`` is of those of every step
+        self.unwanted = False
         self._exact: ExactRows | None = None
         self._room = 0
         self.link_seconds = self.waited_seconds = 0.0
@@ -143,7 +145,7 @@ class FullKV:
         """
         self.close_step()
         self._stop = threading.Event()
-        if self._aborted:  # read after the event is in place: whoever aborts does it the other way round
+        if self.unwanted:  # read after the event is in place: whoever aborts does it the other way round
             self._stop.set()
         self.loads = []
         self._room, self._exact = rows, exact
@@ -195,22 +197,18 @@ class FullKV:
 
     def abort(self) -> None:
         """Stop loads in flight and let later ones fail with ``SwapError``; from any thread, also while a step runs."""
-        self._aborted = True
+        self.unwanted = True
         self._stop.set()
-
-    @property
-    def unwanted(self) -> bool:
-        """Whether :meth:`abort` was called: a load that fails is no fault of the tier."""
-        return self._aborted
 
     @contextmanager
     def aborted(self) -> Iterator[None]:
-        """As :meth:`abort`, until the block is left."""
+        """As :meth:`abort`, until the block is left; what was unwanted before stays so."""
+        before = self.unwanted
         self.abort()
         try:
             yield
         finally:
-            self._aborted = False
+            self.unwanted = before
 
     def advance(self, rows: int, keep_window: bool = False) -> None:
         """Keep the next ``rows`` rows that the last step wrote.
@@ -330,13 +328,12 @@ class FullKV:
 
     def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
         started, before = time.perf_counter(), self.moved_bytes
-        try:
-            self._fill(layer, slot, tokens, exact, stop)
-        finally:
-            ended = time.perf_counter()
-            self.link_seconds += ended - started
-            self.link_bytes += self.moved_bytes - before
-            self.loads.append((layer, started, ended))
+        self._fill(layer, slot, tokens, exact, stop)
+        # Only now: who learns the link's speed from these would be misled by a load with bytes or time of one half.
+        ended = time.perf_counter()
+        self.link_seconds += ended - started
+        self.link_bytes += self.moved_bytes - before
+        self.loads.append((layer, started, ended))
 
     def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
         assert self._store is not None

@@ -31,7 +31,7 @@ class TierStore(ABC):
         link: what comes back comes over it; writes do not.
 
     Attributes:
-        moved_bytes: bytes read back so far.
+        moved_bytes: bytes of whole loads read back so far; one that fails or is stopped is none.
         written_bytes: bytes of rows that steps wrote so far.
     """
 
@@ -63,8 +63,8 @@ class TierStore(ABC):
         stop = stop or threading.Event()
         started = self._link.now()
         unread, nbytes = self._fetch(layer, tokens, slot, missing, stop)
-        self.moved_bytes += nbytes
         self._link.hold(started, nbytes, stop)
+        self.moved_bytes += nbytes  # after the wait: over the link, a load that is stopped in it has not come
         return unread
 
     @abstractmethod
