@@ -17,7 +17,9 @@ from vericache_core.bench.throughput.huggingface import HuggingFaceSystem, Varia
 from vericache_core.bench.throughput.measured import Measured, System, Unavailable
 from vericache_core.bench.throughput.peer import PeerSystem
 from vericache_core.bench.throughput.rows import PLAIN, Record, broken, first_difference, row
+from vericache_core.bench.throughput.table import HEADER, cells
 from vericache_core.bench.throughput.workloads import Prompt, Workload
+from vericache_core.cache.pages import PAGE
 from vericache_core.config import EngineConfig
 from vericache_core.model import interface
 from vericache_core.plugins.registry import Registry
@@ -242,6 +244,26 @@ def test_a_cap_on_device_bytes_is_kept_and_swaps_are_held_back(shop: Shop, tier:
     assert max(sample[2 if tier == "host" else 3] for sample in trace.memory) > 0
     assert max(sample[1] for sample in trace.memory) <= rows["ours"]["peak_device_kv_bytes"]
     assert max(end for _, end, _, _ in trace.phases) <= records["ours"].runs[0].decode_seconds + 1e-6
+
+
+def test_transient_bytes_are_those_of_the_slots_counted_by_hand(shop: Shop) -> None:
+    prompts = (Prompt(tuple(prompt(3 * PAGE, seed=1)), "hard"),)
+    host = EngineSystem(shop, "host", {**random_keep(0.5), "full_kv": "host"})
+    rows, _ = rows_of(
+        [EngineSystem(shop, PLAIN, {"compressor": None}), EngineSystem(shop, "device", random_keep(0.5)), host],
+        workload(prompts=prompts),
+        repeats=2,
+    )
+    (layer,) = {layer.token_bytes for layer in shop.plain_engine().adapter.layers}
+    # Two slots of one layer: 384 rows and those of the verify take 4 pages, and there is one more to grow into.
+    assert rows["host"]["peak_transient_bytes"] == 2 * 5 * PAGE * layer
+    assert 2 * 5 * PAGE / (3 * PAGE + NEW) <= rows["host"]["transient_layers_per_request"] < 2 * 5 * PAGE / (3 * PAGE)
+    assert rows["host"]["transient_layers_per_request"] <= 4
+    for name in (PLAIN, "device"):
+        assert (rows[name]["peak_transient_bytes"], rows[name]["transient_layers_per_request"]) == (0, None)
+    assert rows["host"]["peak_transient_bytes"] < rows["host"]["peak_device_kv_bytes"]
+    assert cells(rows["host"])[HEADER.index("TRANSIENT")].endswith("(3.2 layers)")
+    assert cells(rows[PLAIN])[HEADER.index("TRANSIENT")] == "-"
 
 
 def test_nobody_gains_a_token_while_the_clock_stands(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.sdk.making import descriptor
 from tests.watch import same_bits
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.pages import PAGE
-from vericache_core.cache.ring import SwapRing
+from vericache_core.cache.ring import RingPeak, SwapRing
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.runtime.sampling_params import SamplingParams
@@ -134,16 +134,16 @@ def test_the_swap_file_has_no_name_and_its_descriptor_is_given_back(tmp_path: Pa
 
 def test_slots_are_never_shared_and_too_small_ones_are_dropped() -> None:
     ring, layer, other = SwapRing(2, CPU), descriptor(), descriptor(1, head_dim=8)
-    small, large = ring.acquire(layer, 10), ring.acquire(layer, 5 * PAGE)
-    odd = ring.acquire(other, 10)
+    small, large = ring.acquire(layer, 10, None), ring.acquire(layer, 5 * PAGE, None)
+    odd = ring.acquire(other, 10, None)
     ring.check_integrity()
     for slot in (small, large, odd):
         ring.release(slot)
     ring.check_integrity()
-    again = ring.acquire(layer, 10)
+    again = ring.acquire(layer, 10, None)
     assert again.page(0)[0].data_ptr() == small.page(0)[0].data_ptr()  # the smallest that fits
-    assert ring.acquire(other, 3).page(0)[0].data_ptr() == odd.page(0)[0].data_ptr()
-    huge = ring.acquire(layer, 20 * PAGE)
+    assert ring.acquire(other, 3, None).page(0)[0].data_ptr() == odd.page(0)[0].data_ptr()
+    huge = ring.acquire(layer, 20 * PAGE, None)
     ring.check_integrity()
     with pytest.raises(KeyError):
         ring.release(small)  # was given back already
@@ -151,6 +151,29 @@ def test_slots_are_never_shared_and_too_small_ones_are_dropped() -> None:
     ring.release(huge)
     ring.trim()
     ring.check_integrity()
+    ring.close()
+
+
+def test_the_peak_counts_slots_in_use_and_kept_and_a_layer_of_each_cache_that_has_some() -> None:
+    ring, layer = SwapRing(2, CPU), descriptor()
+    page = PAGE * layer.token_bytes
+    assert (ring.peak.nbytes, ring.peak.layers) == (0, None)
+    one, other = object(), object()
+    mine = [ring.acquire(layer, 3 * PAGE, one) for _ in range(2)]  # 3 pages, and one more to grow into
+    assert (ring.peak.nbytes, ring.peak.layer_bytes) == (8 * page, 3 * page)
+    theirs = [ring.acquire(layer, 8 * PAGE, other) for _ in range(2)]  # 8 pages, and two more
+    assert (ring.peak.nbytes, ring.peak.layer_bytes) == (28 * page, 11 * page)
+    assert ring.peak.nbytes == ring.nbytes
+    assert ring.peak.layers == 28 / 11
+    for slot in [*mine, *theirs]:
+        ring.release(slot)
+    kept = ring.acquire(layer, PAGE, one)  # as many bytes are held, and fewer are in use
+    assert ring.peak.layers == 28 / 11
+    ring.release(kept)
+    ring.peak = RingPeak()
+    ring.trim()
+    ring.release(ring.acquire(layer, PAGE, one))
+    assert (ring.peak.nbytes, ring.peak.layers) == (2 * page, 2.0)
     ring.close()
 
 

@@ -250,7 +250,7 @@ class FullKV:
             raise IndexError(f"rows {start}:{stop} of {self.tokens}")
         if layer in self._device:
             return self._device[layer].rows(start, stop)
-        slot = self._ring.acquire(self.layers[layer], stop)
+        slot = self._ring.acquire(self.layers[layer], stop, self)
         try:
             assert self._store is not None
             self._store.read(self.layers[layer], stop, slot, None)
@@ -322,7 +322,7 @@ class FullKV:
         if not self._queue:
             return
         layer = self._queue.popleft()
-        slot = self._ring.acquire(self.layers[layer], self.tokens + self._room)
+        slot = self._ring.acquire(self.layers[layer], self.tokens + self._room, self)
         exact, tokens, stop = self._exact, self.tokens, self._stop
         self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact, stop)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,38 @@ from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
 
 
+@dataclass(frozen=True, slots=True)
+class RingPeak:
+    """The moment at which slots took most.
+
+    Attributes:
+        nbytes: device bytes of all slots then, in use or kept for reuse.
+        layer_bytes: bytes of one layer, the largest with a slot, of each full KV that held slots then, all together.
+    """
+
+    nbytes: int = 0
+    layer_bytes: int = 0
+
+    @property
+    def layers(self) -> float | None:
+        """Layers' worth of slots for each full KV that held some; None before the first."""
+        return self.nbytes / self.layer_bytes if self.layer_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """A slot in use; ``wanted`` are the bytes of the rows that it was asked for."""
+
+    extent: Extent
+    holder: object
+    wanted: int
+
+
 class SwapRing:
     """Slots shared by the requests of an engine.
+
+    Attributes:
+        peak: the most that slots took, since whoever watches it set it to ``RingPeak()``.
 
     Args:
         layers: slots a request may hold at a time, 2 to 4.
@@ -31,7 +62,8 @@ class SwapRing:
     def __init__(self, layers: int, device: torch.device, link: Link | None = None) -> None:
         self.layers, self.device, self.link = layers, device, link or Link()
         self._free: list[Extent] = []
-        self._busy: dict[int, Extent] = {}
+        self._busy: dict[int, _Lease] = {}
+        self.peak = RingPeak()
         self._worker: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # a verify in the background takes slots, too
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -40,10 +72,13 @@ class SwapRing:
     def nbytes(self) -> int:
         """Device bytes of all slots, in use or kept for reuse."""
         with self._lock:
-            return sum(extent.nbytes for extent in [*self._free, *self._busy.values()])
+            return self._held()
 
-    def acquire(self, layer: LayerDescriptor, rows: int) -> PagedRows:
-        """An empty slot of ``layer`` with room for ``rows`` rows.
+    def _held(self) -> int:
+        return sum(extent.nbytes for extent in [*self._free, *(lease.extent for lease in self._busy.values())])
+
+    def acquire(self, layer: LayerDescriptor, rows: int, holder: object) -> PagedRows:
+        """An empty slot of ``layer`` with room for ``rows`` rows, for the full KV ``holder``.
 
         Raises:
             SwapError: there is no device memory for it.
@@ -52,8 +87,18 @@ class SwapRing:
         with self._lock:
             extent = self._take(layer, rows)
             slot.adopt(extent)
-            self._busy[id(slot)] = extent
+            self._busy[id(slot)] = _Lease(extent, holder, rows * layer.token_bytes)
+            self._note_peak()
         return slot
+
+    def _note_peak(self) -> None:
+        largest: dict[int, int] = {}
+        for lease in self._busy.values():
+            largest[id(lease.holder)] = max(lease.wanted, largest.get(id(lease.holder), 0))
+        found = RingPeak(self._held(), sum(largest.values()))
+        # Of moments with as many bytes the one at which most of them were in use: a step takes its slots one by one.
+        if (found.nbytes, found.layer_bytes) > (self.peak.nbytes, self.peak.layer_bytes):
+            self.peak = found
 
     def _take(self, layer: LayerDescriptor, rows: int) -> Extent:
         pages = pages_for(rows)
@@ -73,7 +118,7 @@ class SwapRing:
     def release(self, slot: PagedRows) -> None:
         """Take the slot back; its pages may be handed out again at once."""
         with self._lock:
-            self._free.append(self._busy.pop(id(slot)))
+            self._free.append(self._busy.pop(id(slot)).extent)
 
     def submit(self, fill: Callable[[], None]) -> Future[None]:
         """Run ``fill`` on the swap thread, in order of submission."""
@@ -111,7 +156,7 @@ class SwapRing:
         """Raise ``AssertionError`` if a slot is both free and in use."""
         with self._lock:
             held = [extent.keys.data_ptr() for extent in self._free]
-            busy = [extent.keys.data_ptr() for extent in self._busy.values()]
+            busy = [lease.extent.keys.data_ptr() for lease in self._busy.values()]
         free = set(held)
         assert len(free) == len(held), "a slot is free twice"
         assert len(set(busy)) == len(busy), "a slot is in use twice"

@@ -191,6 +191,8 @@ class EngineSystem:
             prefill_seconds=sum(self.shop.prefill_seconds[prompt.token_ids] for prompt in workload.prompts),
             compress_seconds=sum(each.seconds.get("compress", 0.0) for each in metrics),
             peak_device_kv_bytes=found.peak_device_bytes,
+            peak_transient_bytes=found.ring.nbytes,
+            transient_layers_per_request=found.ring.layers,
             swap_bytes=moved,
             swap_seconds=found.swap_seconds,
             swap_hidden_fraction=found.hidden_fraction,

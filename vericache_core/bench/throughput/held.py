@@ -16,6 +16,7 @@ from vericache_core.bench.runs import KeptKV, copy_prefix
 from vericache_core.bench.throughput.measured import Trace
 from vericache_core.bench.throughput.workloads import Prompt
 from vericache_core.cache.full import FullKV
+from vericache_core.cache.ring import RingPeak
 from vericache_core.engine import Engine
 from vericache_core.errors import CompressorFault
 from vericache_core.runtime.admission import held
@@ -33,6 +34,7 @@ class Decoded:
 
     Attributes:
         swap_seconds: in which the link was busy, and ``exposed_seconds`` in which decoding stood still for it.
+        ring: the most that ring slots took.
     """
 
     seconds: float
@@ -40,6 +42,7 @@ class Decoded:
     steps: int
     peak_device_bytes: int
     trace: Trace
+    ring: RingPeak
     swap_seconds: float = 0.0
     exposed_seconds: float = 0.0
 
@@ -106,7 +109,7 @@ class HeldEngine(Engine):
         """
         loop, clock, waiting, running = self.loop, _Clock(), deque(requests), list[Request]()
         watch, steps, first = _Watch(clock), 0, 0
-        loop.peak_device_kv_bytes = 0
+        loop.peak_device_kv_bytes, loop.ring.peak = 0, RingPeak()
         linked, exposed = loop.swap_seconds, loop.exposed_seconds
         before, loop.observer = loop.observer, watch
         try:
@@ -114,7 +117,7 @@ class HeldEngine(Engine):
                 while waiting and (not running or self.fits(waiting[0], running)):
                     loop.settle()
                     clock.stop()
-                    outside = loop.swap_seconds, loop.exposed_seconds
+                    outside, ring = (loop.swap_seconds, loop.exposed_seconds), loop.ring.peak
                     for request in running:  # nobody gains a token while the clock stands
                         loop.release(request)
                     begin(waiting[0])
@@ -122,6 +125,8 @@ class HeldEngine(Engine):
                         loop.add(request)
                     linked += loop.swap_seconds - outside[0]
                     exposed += loop.exposed_seconds - outside[1]
+                    loop.ring.trim()  # slots of the prefill are none that decoding asked for
+                    loop.ring.peak = ring
                     first += len(waiting[0].generated)
                     running.append(waiting.popleft())
                     loop.add(running[-1])
@@ -144,6 +149,7 @@ class HeldEngine(Engine):
             steps,
             loop.peak_device_kv_bytes,
             watch.trace,
+            loop.ring.peak,
             loop.swap_seconds - linked,
             loop.exposed_seconds - exposed,
         )
@@ -169,7 +175,7 @@ class HeldEngine(Engine):
                 watch.after_step(clock.seconds, 0)
         clock.stop()
         peak = max((device for _, device, _, _ in watch.trace.memory), default=0)
-        return Decoded(clock.seconds, sum(len(request.drafts) for request in requests), steps, peak, watch.trace)
+        return Decoded(clock.seconds, sum(len(request.drafts) for request in requests), steps, peak, watch.trace, RingPeak())
 
     def _draft(self, requests: Sequence[Request]) -> None:
         """One step with a draft row of each request."""

@@ -35,6 +35,9 @@ class Measured:
         tokens: generated ids of each request.
         decoded: tokens that ``decode_seconds`` paid for.
         prefill_seconds: what reading all prompts cost, once, and is no part of ``decode_seconds``.
+        peak_transient_bytes: most device bytes of slots that swapped KV streamed through, in use or kept for reuse.
+        transient_layers_per_request: how many layers of the full KV of each request that was swapping then they are;
+            ``None`` where nothing was swapped.
         swap_hidden_fraction: share of the time of swaps in which nobody waited for them.
         steps: forwards of the model in ``decode_seconds``, for however many requests at once.
         device_budget_bytes: the workload's cap on device KV; ``None`` for none.
@@ -48,6 +51,8 @@ class Measured:
     prefill_seconds: float | None = None
     compress_seconds: float | None = None
     peak_device_kv_bytes: int | None = None
+    peak_transient_bytes: int | None = None
+    transient_layers_per_request: float | None = None
     swap_bytes: int | None = None
     swap_seconds: float | None = None
     swap_hidden_fraction: float | None = None

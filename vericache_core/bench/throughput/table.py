@@ -14,6 +14,7 @@ HEADER: Final = [
     "STEP",
     "SAME",
     "DEVICE KV",
+    "TRANSIENT",
     "HIDDEN",
     "ACCEPTED",
     "PREFILL",
@@ -23,8 +24,10 @@ LEGEND: Final = (
     "TOK/S: tokens of all requests per second of decoding, median over the repetitions; prefill and compression are not in "
     "it. xPLAIN: over the median of the same engine without drafts. STEP: decoding time over forwards of the model. SAME: "
     "every token of every repetition equals plain's; else the earliest one that differs, and how many requests are the same. "
-    "DEVICE KV: most bytes of KV on the device at once. HIDDEN: share of the time of swaps in which nothing waited for them. "
-    "ACCEPTED: share of drafted tokens that the full KV agreed with. PREFILL: seconds for all prompts, once."
+    "DEVICE KV: most bytes of KV on the device at once. TRANSIENT: most bytes of slots that swapped KV streams through, which "
+    "are part of it, and how many layers of full KV that is for each request that swapped then. HIDDEN: share of the time of "
+    "swaps in which nothing waited for them. ACCEPTED: share of drafted tokens that the full KV agreed with. PREFILL: seconds "
+    "for all prompts, once."
 )
 
 
@@ -47,6 +50,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         "-" if row["step_seconds"]["median"] is None else f"{1e3 * row['step_seconds']['median']:.1f} ms",
         same,
         "-" if row["peak_device_kv_bytes"] is None else size(row["peak_device_kv_bytes"]),
+        _transient(row["peak_transient_bytes"], row["transient_layers_per_request"]),
         figure(row["swap_hidden_fraction"], "{:.0%}"),
         figure(row["acceptance"], "{:.0%}"),
         figure(row["prefill_seconds"], "{:.1f} s"),
@@ -60,6 +64,10 @@ def markdown(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows]
     conditions = ", ".join(f"{key} {value}" for key, value in head.items() if value is not None)
     return "\n".join([*lines, "", LEGEND, "", f"Conditions: {conditions}.", ""])
+
+
+def _transient(nbytes: int | None, layers: float | None) -> str:
+    return "-" if nbytes is None or layers is None else f"{size(nbytes)} ({layers:.1f} layers)"
 
 
 def figure(value: float | None, form: str) -> str:
