@@ -98,7 +98,7 @@ def test_the_choice_can_be_narrowed() -> None:
     assert best_mix(GPU, LONG, 30, 80e9, modes=("pinned",), windows=(13,)).window == 13
     with pytest.raises(ConfigError, match="too small") as caught:
         best_mix(GPU, LONG, 30, 4.5e9, modes=("pinned",))
-    assert "5e+09" in str(caught.value.cause)
+    assert "5.0 GB (5,000,000,000 bytes)" in str(caught.value.cause)
 
 
 def test_requests_are_pinned_until_the_mix_has_enough() -> None:

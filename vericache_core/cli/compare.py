@@ -11,6 +11,7 @@ import torch
 
 from vericache_core.engine import Engine
 from vericache_core.outputs import RequestOutput
+from vericache_core.sizes import size
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def metrics_lines(output: RequestOutput, comparison: Comparison | None) -> list[
             + " ".join(f"{a}/{d}" for a, d in zip(m.accepted_per_round, m.drafted_per_round, strict=True))
         )
         lines.append(
-            f"KV bytes: full {_size(m.compressed_from_bytes)} of the prompt, {m.compressor} {_size(m.compressed_kv_bytes)}"
+            f"KV bytes: full {size(m.compressed_from_bytes)} of the prompt, {m.compressor} {size(m.compressed_kv_bytes)}"
             + (f" ({m.compressed_kv_bytes / m.compressed_from_bytes:.1%})" if m.compressed_from_bytes else "")
-            + f"; swapped in {_size(m.swap_bytes)}; device peak {_size(m.peak_device_kv_bytes)}"
+            + f"; swapped in {size(m.swap_bytes)}; device peak {size(m.peak_device_kv_bytes)}"
         )
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in m.seconds.items()))
     if comparison is not None and comparison.plain_seconds and m.compressor is not None:
@@ -132,7 +133,3 @@ def to_json(output: RequestOutput, comparison: Comparison | None) -> dict[str, A
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"

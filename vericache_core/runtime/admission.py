@@ -12,6 +12,7 @@ from typing import Final
 
 from vericache_core.errors import ConfigError, VeriCacheError
 from vericache_core.runtime.schedulable import NOTHING, Bytes, Schedulable
+from vericache_core.sizes import exact_size
 
 _NONE: Final[Mapping[int, float]] = {}
 
@@ -56,7 +57,7 @@ def check_acceptable(request: Schedulable, waiting: int, budget: Bytes, policy: 
     if tier is not None:
         raise ConfigError(
             f"the {tier} budget is too small for this request",
-            cause=f"it needs {getattr(needs, tier):.4g} bytes of {getattr(budget, tier):.4g}",
+            cause=f"it needs {exact_size(getattr(needs, tier))} of {exact_size(getattr(budget, tier))}",
             hint="raise the budget, keep less, or shorten the request",
         )
     if waiting >= policy.queue:

@@ -17,6 +17,7 @@ from vericache_core.errors import ConfigError
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import accepted_at
 from vericache_core.runtime.rounds import WINDOWS, Situation, round_seconds
+from vericache_core.sizes import exact_size
 
 Mode = Literal["plain", "pinned", "offloaded"]
 MODES: Final[tuple[Mode, ...]] = ("plain", "pinned", "offloaded")
@@ -125,8 +126,8 @@ def best_mix(
         return plain
     if best is None:
         raise ConfigError(
-            f"a device budget of {budget:.3g} bytes is too small for one request",
-            cause=f"a request of {demand.tokens} tokens needs {_least(demand, modes):.3g}",
+            f"a device budget of {exact_size(budget)} is too small for one request",
+            cause=f"a request of {demand.tokens} tokens needs {exact_size(_least(demand, modes))}",
             hint="raise the budget, keep less, or shorten the prompt",
         )
     return best

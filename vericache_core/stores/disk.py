@@ -25,6 +25,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote
 
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
+from vericache_core.sizes import exact_size
 from vericache_core.stores.blobs import Buffer
 from vericache_core.stores.keys import KEY, check_key
 
@@ -90,7 +91,10 @@ class DiskBlobs:
         path = self._path(key)
         size = sum(memoryview(part).nbytes for part in parts) + _RECORD.size
         if self.most_bytes is not None and size > self.most_bytes:
-            raise StoreFull(f"a blob of {size} bytes does not fit into {self.most_bytes}", hint="raise bytes= of the store")
+            raise StoreFull(
+                f"a blob of {exact_size(size)} does not fit into {exact_size(self.most_bytes)}",
+                hint="raise bytes= of the store",
+            )
         with _told(f"blob {key} could not be written"):
             self._open(deadline)
             if path.exists():
@@ -253,8 +257,9 @@ class DiskBlobs:
                 continue
             path.unlink(missing_ok=True)
             held, freed = held - own, freed + own
-        if held > limit:
-            raise StoreFull(f"{size} bytes do not fit into {self.most_bytes}", cause=f"{held} bytes are pinned")
+        if self.most_bytes is not None and held > limit:
+            text = f"{exact_size(size)} do not fit into {exact_size(self.most_bytes)}"
+            raise StoreFull(text, cause=f"{exact_size(held)} are pinned")
         return freed
 
 

@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote
 import numpy as np
 
 from vericache_core.errors import ConfigError, MissingDependencyError, StoreError, StoreFull, StoreTimeout
+from vericache_core.sizes import exact_size
 from vericache_core.stores.blobs import BlobStore, Buffer
 from vericache_core.stores.client import StoreClient
 from vericache_core.stores.guarded import GuardedStore
@@ -97,7 +98,7 @@ class LMCacheBlobs:
     def put(self, key: str, parts: Sequence[Buffer], *, deadline: float) -> None:
         size = sum(map(length_of, parts))
         if size > self._max_bytes:
-            raise StoreFull(f"a blob of {size:,} bytes is too large", cause=f"the limit is {self._max_bytes:,}")
+            raise StoreFull(f"a blob of {exact_size(size)} is too large", cause=f"the limit is {exact_size(self._max_bytes)}")
         if self._record(key, deadline) is not None:
             return
         nonce = secrets.token_bytes(_NONCE)

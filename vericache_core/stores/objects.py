@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, urlunsplit
 
 from vericache_core.errors import ConfigError, MissingDependencyError, StoreError, StoreFull, StoreTimeout
+from vericache_core.sizes import exact_size
 from vericache_core.stores.blobs import BlobStore, Buffer
 from vericache_core.stores.client import StoreClient
 from vericache_core.stores.guarded import GuardedStore
@@ -95,7 +96,7 @@ class ObjectBlobs:
     def put(self, key: str, parts: Sequence[Buffer], *, deadline: float) -> None:
         path, size = self._path(key), sum(map(length_of, parts))
         if size > self._max_bytes:
-            raise StoreFull(f"a blob of {size:,} bytes is too large", cause=f"the limit is {self._max_bytes:,}")
+            raise StoreFull(f"a blob of {exact_size(size)} is too large", cause=f"the limit is {exact_size(self._max_bytes)}")
         blob = b"".join(parts)
         try:
             if self._renames:

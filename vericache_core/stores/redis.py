@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlencode, urlunsplit
 import numpy as np
 
 from vericache_core.errors import StoreError, StoreFull
+from vericache_core.sizes import exact_size
 from vericache_core.stores.blobs import BlobStore, Buffer
 from vericache_core.stores.client import StoreClient
 from vericache_core.stores.guarded import GuardedStore
@@ -70,7 +71,9 @@ class RedisBlobs:
     def put(self, key: str, parts: Sequence[Buffer], *, deadline: float) -> None:
         size = sum(map(length_of, parts))
         if size > self._max_bytes:
-            raise StoreFull(f"a blob of {size:,} bytes is too large for Redis", cause=f"the limit is {self._max_bytes:,}")
+            raise StoreFull(
+                f"a blob of {exact_size(size)} is too large for Redis", cause=f"the limit is {exact_size(self._max_bytes)}"
+            )
         with self._connections.talk(deadline) as talk:
             talk.send_long([b"SET", self._name(key)], cut(key, parts))
             try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from vericache_core.sizes import size
+
 HEADER: Final = [
     "WORKLOAD",
     "SYSTEM",
@@ -73,12 +75,3 @@ def _transient(nbytes: int | None, layers: float | None) -> str:
 def figure(value: float | None, form: str) -> str:
     """A number, or a dash."""
     return "-" if value is None else form.format(value)
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
