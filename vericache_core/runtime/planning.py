@@ -23,7 +23,7 @@ from vericache_core.runtime.request import Request
 from vericache_core.runtime.rounds import WINDOWS, RoundPricer, Situation
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
-from vericache_core.runtime.window import WindowController
+from vericache_core.runtime.window import Experience, WindowController
 
 LINK_TOLERANCE = 0.1
 """Share by which a link may differ from what is believed of it before prices are worked out anew."""
@@ -51,6 +51,7 @@ class Planner:
         self.config, self._adapter, self._measure = config, adapter, measure
         self._token_bytes = sum(layer.token_bytes for layer in adapter.layers)
         self._shares: dict[str, float] = {}
+        self._experiences: dict[str, Experience] = {}
         self._pricer: RoundPricer | None = None
         self.link_meter = LinkMeter()
         priors: dict[str, Prior] = {}
@@ -155,7 +156,7 @@ class Planner:
         if self.config.window != "auto":
             return None
         key = self._key(compressor)
-        controller = WindowController(self.book.prior(key), request.params.max_new_tokens)
+        controller = WindowController(self._experience(key), request.params.max_new_tokens)
 
         def prices() -> tuple[float, ...]:
             found, proposer = self.pricer.prices(self._situation(request, company)), request.proposer
@@ -165,6 +166,11 @@ class Planner:
             return found if request.direct is None else request.direct.weigh(found)
 
         return Pace(controller, prices, self.book, key)
+
+    def _experience(self, key: str) -> Experience:
+        if key not in self._experiences:
+            self._experiences[key] = Experience(self.book.prior(key))
+        return self._experiences[key]
 
     def _situation(self, request: Request, company: Callable[[], tuple[int, int]]) -> Situation:
         requests, swapping = company()

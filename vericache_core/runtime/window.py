@@ -3,9 +3,10 @@
 It maximises expected committed tokens per second of the request's share, window 0 being plain decoding. Two rules
 keep it from losing where drafting does not pay:
 
-- a ledger, in plain tokens: drafting may cost no more than a small fraction of what was committed so far, and a
-  window is cut down to what a bad but credible hazard could lose of that. Gains raise the limit, so a good
-  compressor reaches long windows within a few rounds;
+- ledgers, in plain tokens: drafting may cost all requests of a compressor no more than a small fraction of what they
+  committed, and each of them no more than a larger one, so that a request whose text is hard at first lives on what
+  others gain until it turns easy. A window is cut down to what a bad but credible hazard could lose of that. Gains
+  raise the limit, so a good compressor reaches long windows within a few rounds;
 - while it decodes plainly it tries again with a short window, at intervals that double with each failure.
 """
 
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vericache_core.runtime.hazard import HazardEstimate, Prior, accepted_at
+from vericache_core.runtime.hazard import Prior, accepted_at
+from vericache_core.runtime.ledger import Ledger
+from vericache_core.runtime.regimes import RegimeBelief, Regimes
 from vericache_core.runtime.rounds import MOST, WINDOWS
 
-PESSIMISM: Final = 3.0
-"""Deviations above its mean at which a hazard is still credible."""
+DOUBT: Final = 0.01
+"""Chance below which a hazard is no longer credible."""
 PROBE: Final = 4
 """Window of the first try after plain decoding."""
 
@@ -30,7 +33,8 @@ class WindowPolicy:
 
     Attributes:
         most: longest window, at most ``MOST``.
-        tolerance: fraction of the plain speed that may be lost to trying.
+        tolerance: fraction of the plain speed that all together may lose to trying.
+        own: the same for one request, as long as all together do not.
         grant: plain tokens that count as committed from the start, for a request that will generate as many.
         stay: fraction by which another window must be better to be changed to.
         interval: plain tokens before drafting is tried again for the first time.
@@ -39,42 +43,61 @@ class WindowPolicy:
 
     most: int = MOST
     tolerance: float = 0.02
+    own: float = 0.1
     grant: int = 128
     stay: float = 0.01
     interval: int = 8
     longest: int = 512
 
 
+class Experience:
+    """What requests of one compressor share: how hard texts have been for it, and what drafting has gained.
+
+    Args:
+        prior: belief about their hazard before any has drafted.
+        memory: tokens after which an observation counts 1/e.
+    """
+
+    def __init__(self, prior: Prior | None = None, memory: float = 5000.0) -> None:
+        self.regimes = Regimes(prior, memory)
+        self.ledger = Ledger(memory)
+
+
 class WindowController:
     """One request's windows. Call :meth:`choose` before each round and :meth:`observe` after it.
 
     Args:
-        prior: belief about its hazard.
+        experience: of its compressor; shared with the other requests.
         horizon: tokens that it may generate at most.
         policy: limits.
     """
 
-    def __init__(self, prior: Prior, horizon: int, policy: WindowPolicy | None = None) -> None:
+    def __init__(self, experience: Experience, horizon: int, policy: WindowPolicy | None = None) -> None:
         self.policy = policy or WindowPolicy()
-        self.estimate = HazardEstimate(prior)
+        self.belief = RegimeBelief(experience.regimes)
         self.window = 0
-        self.gained = 0.0
-        self.committed = 0
-        self._grant = min(horizon, self.policy.grant)
+        self._pool, self._own = experience.ledger, Ledger()
+        for ledger in (self._pool, self._own):
+            ledger.open(min(horizon, self.policy.grant))
         self._plain = 0
         self._failures = 0
         self._probing = False
         self._windows: list[int] = [window for window in WINDOWS if window <= min(self.policy.most, MOST)]
 
     @property
+    def gained(self) -> float:
+        """Plain tokens that drafting has gained so far, less than 0 if it has lost."""
+        return self._own.gained
+
+    @property
     def credit(self) -> float:
-        """Plain tokens that may be lost from here on: the tolerated fraction, plus gains, less losses."""
-        return self.policy.tolerance * max(self._grant, self.committed) + self.gained
+        """Plain tokens that may be lost from here on."""
+        return min(self._own.credit(self.policy.own), self._pool.credit(self.policy.tolerance))
 
     def choose(self, prices: Sequence[float]) -> int:
         """Return the window of the next round, 0 for one plain token; ``prices`` are seconds by window, 0 .. ``MOST``."""
         wanted = self._best(prices)
-        window = self._afford(wanted, prices, self.estimate.bound(PESSIMISM))
+        window = self._afford(wanted, prices, self.belief.credible(DOUBT))
         self._probing = False
         if not window and self._may_probe(prices):
             window = self._afford(min(PROBE, self._windows[-1]), prices, 1.0)
@@ -88,12 +111,13 @@ class WindowController:
         Raises:
             ValueError: that cannot be.
         """
-        self.estimate.observe(drafted, accepted)
-        self.committed += accepted + 1
+        self.belief.observe(drafted, accepted)
+        gained = accepted + 1 - prices[drafted] / prices[0] if drafted else 0.0
+        for ledger in (self._pool, self._own):
+            ledger.enter(accepted + 1, gained)
         if not drafted:
             self._plain += 1
             return
-        self.gained += accepted + 1 - prices[drafted] / prices[0]
         self._plain = 0
         if not self._probing:
             self._failures = 0
@@ -103,7 +127,7 @@ class WindowController:
             self._failures, self._plain = 0, self.policy.interval  # try again at once
 
     def _best(self, prices: Sequence[float]) -> int:
-        expected = self.estimate.expected_accepted(self._windows[-1])
+        expected = self.belief.expected_accepted(self._windows[-1])
         rates = {window: (expected[window] + 1) / prices[window] for window in self._windows}
         enough = max(rates.values()) * (1 - self.policy.stay)
         if self.window and rates.get(self.window, 0.0) >= enough:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.runtime.costs import CostModel, StepLoad
-from vericache_core.runtime.hazard import PriorBook
 from vericache_core.runtime.rounds import RoundPricer
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
 from vericache_core.runtime.timeline import Span
@@ -90,7 +89,6 @@ class Simulation:
         scheduler: a fresh one.
         requests: in the order of arrival.
         lockstep: whether the scheduler is the lock-step one; the controllers' prices depend on it.
-        book: learns from every round, if given.
         background: a verify whose swap takes longer than a step that swaps nothing runs beside the steps of others, as in
             the engine; for requests whose full KV streams in while they verify.
         alongside: factor on the compute of every step from the first background verify on: what a second thread that computes
@@ -105,12 +103,11 @@ class Simulation:
         requests: Sequence[SimulatedRequest],
         *,
         lockstep: bool = False,
-        book: PriorBook | None = None,
         background: bool = False,
         alongside: float = 1.0,
         listener: Callable[[Span], None] | None = None,
     ) -> None:
-        self.costs, self.scheduler, self.lockstep, self.book = costs, scheduler, lockstep, book
+        self.costs, self.scheduler, self.lockstep = costs, scheduler, lockstep
         self.background, self.alongside, self._listener = background, alongside, listener
         self.result = Result()
         self.now = 0.0
@@ -303,8 +300,6 @@ class Simulation:
             self.result.first_tokens.append(self.now - request.arrival)
         if request.controller is not None and not request.finished:
             request.controller.observe(drafted, accepted, self._prices(request))
-            if self.book is not None:
-                self.book.observe("", drafted, accepted)
             self._choose(request)
 
     def _choose(self, request: SimulatedRequest) -> None:

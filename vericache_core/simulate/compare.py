@@ -9,7 +9,7 @@ from typing import Literal
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.costs import CostModel, StepLoad
-from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mix, Mode, best_mix
 from vericache_core.runtime.rounds import MOST, WINDOWS
@@ -17,7 +17,7 @@ from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
-from vericache_core.runtime.window import WindowController
+from vericache_core.runtime.window import Experience, WindowController
 from vericache_core.simulate.clock import Result, Simulation
 from vericache_core.simulate.request import Compression, SimulatedRequest, demand
 
@@ -89,7 +89,7 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         scheduler = LockstepScheduler(setup.budget, setup.rows, policy)
     else:
         scheduler = StaggeredScheduler(setup.budget, setup.rows, policy, step_seconds=_step_seconds(setup))
-    book = PriorBook({} if setup.prior is None else {"": setup.prior})
+    experience = Experience(setup.prior)
     requests = [
         SimulatedRequest(
             number,
@@ -100,7 +100,7 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
             mode=mode,
             tier=setup.tier,
             window=0 if mode == "plain" else setup.window or 0,
-            controller=None if mode == "plain" or setup.window is not None else _controller(book, arrival),
+            controller=None if mode == "plain" or setup.window is not None else _controller(experience, arrival),
             prefill=setup.prefill,
             seed=setup.seed,
             hazards=setup.turns[number % len(setup.turns)] if setup.turns else (),
@@ -114,7 +114,6 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         scheduler,
         requests,
         lockstep=_in_step(setup),
-        book=book,
         background=background,
         alongside=setup.alongside,
         listener=listener,
@@ -133,8 +132,8 @@ def _step_seconds(setup: Setup) -> float:
     return setup.costs.compute_seconds(StepLoad(len(setup.arrivals), read))
 
 
-def _controller(book: PriorBook, arrival: Arrival) -> WindowController:
-    return WindowController(book.prior(""), arrival.new_tokens)
+def _controller(experience: Experience, arrival: Arrival) -> WindowController:
+    return WindowController(experience, arrival.new_tokens)
 
 
 def _modes(setup: Setup) -> tuple[list[Mode], int]:
