@@ -11,17 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from vericache_core.runtime.hazard import HazardEstimate, Prior, PriorBook
+from vericache_core.runtime.regimes import RegimeBelief, Regimes
 
 MOST_PROPOSALS: Final = 16
 """Proposals that one row of the full KV each may be spent on."""
-_NONE, _WRONG = "nothing to propose", "proposal rejected"
+_NONE = "nothing to propose"
 _MEMORY: Final = 100.0
 """Rounds after which having had no proposal counts 1/e."""
 
 
-def guess_book() -> PriorBook:
-    """Experience of all requests with their proposals; before any, that half of the rounds have one and a third is wrong."""
-    return PriorBook({_NONE: Prior(0.5, 4.0), _WRONG: Prior(0.3, 8.0)})
+class GuessBook:
+    """Experience of all requests with their proposals; before any, that half of the rounds have one and 40 % are wrong.
+
+    Proposals hold while a text is copied and fail where it is not, so whether they do is a hazard that jumps.
+    """
+
+    def __init__(self) -> None:
+        self.none = PriorBook({_NONE: Prior(0.5, 4.0)})
+        self.wrong = Regimes(Prior(0.4, 8.0))
 
 
 class Replayable(Protocol):
@@ -41,18 +48,17 @@ class DirectBelief:
         book: experience that it begins with and adds to.
     """
 
-    def __init__(self, book: PriorBook) -> None:
+    def __init__(self, book: GuessBook) -> None:
         self._book = book
-        self._none = HazardEstimate(book.prior(_NONE), _MEMORY, _MEMORY)
-        self._wrong = HazardEstimate(book.prior(_WRONG))
+        self._none = HazardEstimate(book.none.prior(_NONE), _MEMORY, _MEMORY)
+        self._wrong = RegimeBelief(book.wrong)
 
     def observe(self, proposed: int, agreed: int) -> None:
         """Take in a round: ``proposed`` tokens, 0 if there was nothing to propose, of which ``agreed`` held."""
         found = int(proposed > 0)
         self._none.observe(1, found)
-        self._book.observe(_NONE, 1, found)
+        self._book.none.observe(_NONE, 1, found)
         self._wrong.observe(proposed, agreed)
-        self._book.observe(_WRONG, proposed, agreed)
 
     def best(self, prices: Sequence[float]) -> tuple[int, float]:
         """``(proposals, seconds a token)`` that are cheapest.
@@ -80,7 +86,7 @@ class DirectPace:
         start: tokens of the prompt.
     """
 
-    def __init__(self, proposer: Replayable, book: PriorBook, prices: Callable[[], Sequence[float]], start: int) -> None:
+    def __init__(self, proposer: Replayable, book: GuessBook, prices: Callable[[], Sequence[float]], start: int) -> None:
         self._proposer, self._prices, self._seen = proposer, prices, start
         self._belief = DirectBelief(book)
 

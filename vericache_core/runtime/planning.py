@@ -12,7 +12,7 @@ from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.calibration import load_calibration, prior_key
 from vericache_core.runtime.costs import CostModel, Link
-from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, guess_book
+from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, GuessBook
 from vericache_core.runtime.hazard import Prior, PriorBook
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
@@ -59,7 +59,7 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             found.check_link(config.calibration, config.link_bytes_per_s)
             self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
-        self.book, self._guesses = PriorBook(priors), guess_book()
+        self.book, self._guesses = PriorBook(priors), GuessBook()
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
