@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def vericache_registry() -> Iterator[Registry]:
     """The default registry, without the plugins that happen to be installed."""
     with isolated_registry() as registry:
         yield registry
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT means what it means in a terminal, for children too: a shell lets what it starts with ``&`` ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -179,6 +179,7 @@ def test_gguf_without_its_package(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "pip install 'vericache[gguf]'" in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
@@ -194,8 +195,8 @@ def test_ctrl_c_ends_with_130_and_leaves_no_file(folder: str, tmp_path: Path) ->
         str(swap),
         "--no-probe",
         "--ignore-eos",
-        "--link-bytes-per-s",  # hundreds of swaps of some hundredths of a second: not done before the signal
-        "1e7",
+        "--link-bytes-per-s",  # hundreds of swaps of a tenth of a second and more: minutes
+        "1e6",
     ]
     argv += ["--stream", "--max-new-tokens", "600", PROMPT]
     child = subprocess.Popen(

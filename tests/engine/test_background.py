@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models import build
 from tests.watch import assert_same, watching
@@ -114,3 +119,19 @@ def test_a_swap_that_fails_in_flight_is_recomputed(
         assert_same(output, reference)
     assert broken[0] == 1
     assert sum(len(output.metrics.degraded) for output in found) == 1
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_a_verify_is_waited_for_leaves_it_known() -> None:
+    """Whoever lets its request go then has to stop its loads, and to wait for the thread that computes with them."""
+    background, done = BackgroundVerify(), threading.Event()
+    segment: Any = SimpleNamespace(request=SimpleNamespace(number=7))
+    background.start(segment, lambda: torch.full((1,), float(done.wait(60))))
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        background.collect(block=True)
+    assert background.number == 7
+    done.set()
+    background.close()
+    assert not background.busy

@@ -62,6 +62,7 @@ class BackgroundVerify:
         if self._running is None or not (block or self._running[1].done()):
             return None
         segment, future = self._running
+        wait([future])  # may be interrupted; the verify is then still known to whoever lets its request go
         self._running = None
         try:
             logits, fault = future.result(), None
