@@ -21,14 +21,14 @@ _MEMORY: Final = 100.0
 
 
 class GuessBook:
-    """Experience of all requests with their proposals; before any, that half of the rounds have one and 40 % are wrong.
+    """Experience of all requests with their proposals; before any, that half of the rounds have one and a third is wrong.
 
     Proposals hold while a text is copied and fail where it is not, so whether they do is a hazard that jumps.
     """
 
     def __init__(self) -> None:
         self.none = PriorBook({_NONE: Prior(0.5, 4.0)})
-        self.wrong = Regimes(Prior(0.4, 8.0))
+        self.wrong = Regimes(Prior(0.3, 8.0))
 
 
 class Replayable(Protocol):
