@@ -124,6 +124,7 @@ def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "validate", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "schema": "vericache.config.validate/1", "file": str(file), "valid": True, "options_checked": True,
+        "without_effect": {},
     }  # fmt: skip
 
 

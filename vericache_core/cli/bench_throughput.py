@@ -18,6 +18,7 @@ from vericache_core.bench.throughput.rows import PLAIN
 from vericache_core.bench.throughput.workloads import DEFAULT, GROUPS, SHAPES, names_of
 from vericache_core.cli.bench_throughput_report import Report
 from vericache_core.cli.engine_args import setting_from_text, settings_from_text
+from vericache_core.cli.idle import IdleFlags, refuse_idle
 from vericache_core.cli.output import note
 from vericache_core.config import EngineConfig, load_config
 from vericache_core.errors import UsageError
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
     from vericache_core.bench.throughput.measured import System
 
 COMPRESSORS: Final = ("snapkv:keep=0.25",)
+COMPRESSING: Final = ("vericache", "auto", "lockstep", "lossy")
+"""Systems with a compressor; a peer that has one is kvpress."""
+_NOT_SET: Final = {
+    "compressor": "compressors are named with -c",
+    "options": "options of a compressor are given with -c NAME:KEY=VALUE",
+    "keep": "what a compressor keeps is given with -c NAME:keep=X",
+    "keep_tokens": "what a compressor keeps is given with -c NAME:keep_tokens=N",
+    "dtype": "it is given with --dtype",
+    "threads": "it is given with --threads",
+    "full_kv": "it is given with --full-kv",
+    "device_budget": "each workload has a cap of its own on device KV, or none",
+}
+"""Settings that ``--set`` would only seem to change, and what to do instead."""
 KEEP: Final = 0.25
 """Of a peer's press when no compressor of ours has such an option."""
 
@@ -37,6 +51,10 @@ def add_arguments(actions: Any) -> None:
     """Declare ``throughput`` and its arguments among the actions of ``bench``."""
     parser = actions.add_parser("throughput", help="tokens per second of this engine and of others, on the same prompts")
     parser.set_defaults(run=run)
+    _declare(parser)
+
+
+def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", default="demo", help="as for generate [%(default)s]")
     parser.add_argument(
         "-c",
@@ -87,6 +105,9 @@ def add_arguments(actions: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; exit 1 when a system that promises plain's tokens gave others or failed."""
+    kinds = _systems(args.systems)
+    compressing = bool(set(COMPRESSING) & set(kinds)) or any(text.startswith("kvpress=") for text in args.peers or ())
+    refuse_idle(args, _declare, _idle_flags(kinds, compressing=compressing))
     if args.render is not None:
         head, records = read_lines(Path(args.render))
         report = Report(head, args)
@@ -95,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
         return report.end()
     contexts = _check_sizes(args)
     names = names_of(_listed(args.workloads) or DEFAULT)
-    kinds = _systems(args.systems)
     peers = _peers(args.peers or ())
     windows = list(dict.fromkeys(_window(text) for text in args.windows or ()))
     registry = Registry.from_env(no_plugins=args.no_plugins)
     set_default_registry(registry)
-    settings = [setting_from_text(text, registry) for text in dict.fromkeys(args.compressors or COMPRESSORS)]
+    wanted = dict.fromkeys(args.compressors or COMPRESSORS) if compressing else ()
+    settings = [setting_from_text(text, registry) for text in wanted]
     config = _config(args)
 
     from vericache_core.bench.throughput.contest import contest
@@ -129,6 +150,19 @@ def run(args: argparse.Namespace) -> int:
         for system in systems:
             system.close()
         shop.close()
+
+
+def _idle_flags(kinds: Sequence[str], *, compressing: bool) -> list[IdleFlags]:
+    measuring = (
+        *("model", "compressors", "systems", "workloads", "requests", "context", "new_tokens", "repeats", "windows"),
+        *("threads", "dtype", "full_kv", "changes", "peers", "peer_timeout", "seed", "no_plugins", "lines"),
+    )
+    return [
+        IdleFlags(measuring, lambda args: args.render is not None, "--render measures nothing"),
+        IdleFlags(("windows",), lambda _: "vericache" not in kinds, "of the systems only vericache takes a window"),
+        IdleFlags(("compressors",), lambda _: not compressing, "none of the systems takes a compressor"),
+        IdleFlags(("peer_timeout",), lambda args: not args.peers, "no --peer is asked"),
+    ]
 
 
 def _check_sizes(args: argparse.Namespace) -> list[int]:
@@ -187,9 +221,11 @@ def _window(text: str) -> int | str:
 def _config(args: argparse.Namespace) -> EngineConfig:
     """What the environment and the arguments say; compressor, window and mode are those of each system."""
     given: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads, "full_kv": args.full_kv, "compressor": None}
-    given |= settings_from_text(args.changes or ())
-    if given["compressor"] is not None:
-        raise UsageError("--set compressor: compressors are named with -c")
+    changes = settings_from_text(args.changes or ())
+    for name, instead in _NOT_SET.items():
+        if name in changes:
+            raise UsageError(f"--set {name}: {instead}", hint="leave it out")
+    given |= changes
     return load_config(overrides={key: value for key, value in given.items() if value is not None or key == "compressor"})
 
 

@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from vericache_core.runtime.calibration import Calibration, prior_key
     from vericache_core.runtime.measure import fingerprint, measure
 
-    plain = replace(
-        config, compressor=None, keep=None, keep_tokens=None, options={}, window=DRAFTED, mode="pinned", calibration=None
-    )
+    alone: dict[str, Any] = {"compressor": None, "keep": None, "keep_tokens": None, "options": {}, "calibration": None}
+    # On the device and with no store elsewhere: what is measured is this machine, and every tier of it.
+    plain = replace(config, **alone, window=DRAFTED, mode="pinned", full_kv="device", remote=None)
     priors: dict[str, Prior] = {}
     with Engine.from_pretrained(args.model, plain) as engine:
         note("measuring steps and swaps")

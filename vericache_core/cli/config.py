@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vericache_core.cli.engine_args import add_engine_arguments, resolve_from_args
+from vericache_core.cli.engine_args import add_engine_arguments, idle_settings, resolve_from_args, tell_what_is_idle
 from vericache_core.cli.output import print_json
-from vericache_core.config import EngineConfig, ResolvedConfig, config_schema, load_config
+from vericache_core.config import EngineConfig, ResolvedConfig, config_schema, resolve_config
 from vericache_core.errors import ConfigError, OptionError, UnknownCompressorError
 from vericache_core.plugins.registry import Registry
 
@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
 def _show(resolved: ResolvedConfig, *, as_json: bool) -> None:
     values = resolved.config.to_json()
     if as_json:
-        print_json("vericache.config.show/1", {"config": values, "sources": dict(resolved.sources)})
+        idle = idle_settings(resolved, fixed=False)
+        print_json("vericache.config.show/1", {"config": values, "sources": dict(resolved.sources), "without_effect": idle})
         return
+    tell_what_is_idle(resolved, fixed=False)
     options, disabled = values.pop("options"), values.pop("disable_plugins")
     for key, value in values.items():
         source = resolved.sources.get(key, "default")
@@ -69,12 +71,15 @@ def _toml(value: Any) -> str:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    config = load_config(args.file, env={})
+    resolved = resolve_config(args.file, env={})
+    config = resolved.config
     checked = _check_options(config, args.file) if config.compressor and not args.no_plugins else False
     if args.json:
         facts = {"file": args.file, "valid": True, "options_checked": checked}
-        print_json("vericache.config.validate/1", facts)
+        idle = idle_settings(resolved, fixed=False)
+        print_json("vericache.config.validate/1", {**facts, "without_effect": idle})
     else:
+        tell_what_is_idle(resolved, fixed=False)
         print(
             f"{args.file}: OK" + ("" if checked or not config.compressor else f" (options of {config.compressor} not checked)")
         )

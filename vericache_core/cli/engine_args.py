@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final
 
-from vericache_core.config import EngineConfig, ResolvedConfig, resolve_config
+from vericache_core.cli.output import note
+from vericache_core.config import EngineConfig, ResolvedConfig, resolve_config, without_effect
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import OptionField, coerce, did_you_mean, option_fields, parse_pairs
 from vericache_core.plugins.registry import Registry, set_default_registry
@@ -108,6 +109,18 @@ def setting_from_text(text: str, registry: Registry, flag: str = "-c") -> tuple[
 def config_from_args(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that a parsed command line asks for; conflicts are reported as ConfigError."""
     return resolve_from_args(args).config
+
+
+def tell_what_is_idle(resolved: ResolvedConfig, *, fixed: bool) -> None:
+    """Warn of settings that somebody gave and that do nothing; with ``fixed`` no request names a compressor of its own."""
+    for name, because in idle_settings(resolved, fixed=fixed).items():
+        note(f"warning: {name} ({resolved.sources[name]}) has no effect: {because}")
+
+
+def idle_settings(resolved: ResolvedConfig, *, fixed: bool) -> dict[str, str]:
+    """Settings that somebody gave and that do nothing, and why."""
+    given = [name for name in resolved.sources if getattr(resolved.config, name) not in (None, (), {})]
+    return without_effect(resolved.config, given, fixed=fixed)
 
 
 def registry_from_args(args: argparse.Namespace, config: EngineConfig) -> Registry:

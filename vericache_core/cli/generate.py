@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.engine_args import add_engine_arguments, registry_from_args, resolve_from_args, tell_what_is_idle
 from vericache_core.cli.output import note, print_json
 from vericache_core.cli.sampling_args import add_sampling_arguments, params_from_args
 from vericache_core.errors import PromptError, UsageError
@@ -38,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     """Generate; exit 1 when ``--compare-full`` finds a difference."""
     if args.stream and args.json:
         raise UsageError("--stream and --json exclude each other")
-    config = config_from_args(args)
+    resolved = resolve_from_args(args)
+    config = resolved.config
     registry = registry_from_args(args, config)
     if config.compressor is not None:
         registry.create(config.compressor, config.compressor_options())  # a wrong name must not wait for the model
     text = _text(args)
     params = params_from_args(args)
+    tell_what_is_idle(resolved, fixed=True)
 
     from vericache_core.engine import Engine
 

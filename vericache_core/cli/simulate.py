@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from vericache_core.cli import simulate_compare, simulate_fleet, simulate_windows
+from vericache_core.cli.idle import refuse_idle
 from vericache_core.cli.output import note, print_json, print_table
+from vericache_core.cli.simulate_idle import IDLE
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
 from vericache_core.runtime.calibration import load_calibration
@@ -78,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--background",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="with --ring: verifies whose swap takes longer than a step run beside the steps of others [yes]",
     )
     parser.add_argument("--window", default="auto", metavar="N|auto", help="drafts before a verify [%(default)s]")
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate plain decoding and VeriCache on each device."""
     if args.list:
         return _list(as_json=args.json)
+    refuse_idle(args, add_arguments, IDLE)
     if args.compare:
         return simulate_compare.run(args, _pick("model", args.model, MODELS).token_bytes)
     arrivals = _arrivals(args)
@@ -170,7 +172,7 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         seed=args.seed,
         turns=turns if any(len(one) > 1 for one in turns) else (),
         turn=args.hazard_turn,
-        background=args.background,
+        background=args.background is not False,
         alongside=device.alongside,
     )
 

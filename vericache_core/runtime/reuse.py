@@ -13,7 +13,7 @@ from typing import Any
 
 from vericache_core.config import EngineConfig
 from vericache_core.context import Needs
-from vericache_core.errors import ConfigError, SwapError
+from vericache_core.errors import SwapError
 from vericache_core.kv import CompressedKV
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.compress import Compression
@@ -165,15 +165,10 @@ def open_reuse(config: EngineConfig, adapter: ModelAdapter, tokenizer: Any, atte
     """What ``prefix_store`` asks for, None if it asks for nothing.
 
     Raises:
-        ConfigError: the URL is wrong, or rows are not promised to have the same bits every time.
+        ConfigError: the URL is wrong.
     """
     if config.prefix_store is None:
         return None
-    if config.identity != "bitwise":
-        raise ConfigError(
-            "prefix_store needs identity='bitwise'",
-            cause="without that promise a stored row need not be the row that would be computed",
-        )
     opened = open_store(config.prefix_store)
     from vericache_core.stores.describe import describe_model
 

@@ -1,38 +1,19 @@
-"""The engine's configuration: one frozen dataclass, filled from a TOML file, the environment and arguments.
-
-Later layers win: defaults < file < ``VERICACHE_<FIELD>`` < arguments. Two rules make layers sensible:
-a layer that sets ``keep`` replaces a lower ``keep_tokens`` and the other way round, and a layer that names
-another compressor drops the options that a lower layer gave for the former one (naming none drops the budget too).
-"""
+"""The settings of an engine: one frozen dataclass, whose fields are the keys of files, the environment and arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
+from vericache_core.config.conflicts import refuse_clashes
 from vericache_core.errors import ConfigError
-from vericache_core.plugins.fields import coerce, did_you_mean, option, option_fields
+from vericache_core.plugins.fields import did_you_mean, option, option_fields
 from vericache_core.plugins.options import check_options, options_to_json
-from vericache_core.plugins.schema import options_schema
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ENV_PREFIX: Final = "VERICACHE_"
-# Variables that steer the program and are not fields of the configuration.
-CONTROLS: Final = frozenset(f"{ENV_PREFIX}{name}" for name in ("DEBUG", "PLUGINS", "STRICT_PLUGINS", "TRACE_PLUGINS"))
 _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
-
-log = logging.getLogger("vericache.config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +124,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self, error=ConfigError)
-        if self.keep is not None and self.keep_tokens is not None:
-            raise ConfigError(
-                f"keep={self.keep:g} and keep_tokens={self.keep_tokens} are both given", hint="give only one of them"
-            )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if (self.full_kv == "remote") != (self.remote is not None):
-            raise ConfigError("full_kv=remote and remote=HOST:PORT go together", hint="give both or neither")
-        if (self.remote_cert is None) != (self.remote_key is None):
-            raise ConfigError("remote_cert and remote_key go together", hint="give both or neither")
         for name in ("compressor", "swap_dir", "calibration", "prefix_store", "assistant"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: expected text, got an empty one")
+        refuse_clashes(self)
 
     def compressor_options(self) -> dict[str, Any]:
         """Return what the compressor is built with: ``options`` with the budget put in.
@@ -177,129 +151,14 @@ class EngineConfig:
         return options_to_json(self)
 
 
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A configuration and, for each field that is not at its default, the layer that set it."""
-
-    config: EngineConfig
-    sources: Mapping[str, str]
-
-
 def replace(config: EngineConfig, **changes: Any) -> EngineConfig:
     """Return a copy with some fields changed, checked anew; an unknown field is a ConfigError."""
-    _refuse_unknown(changes, "replace()")
+    refuse_unknown(changes, "replace()")
     return dataclasses.replace(config, **changes)
 
 
-def load_config(
-    file: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> EngineConfig:
-    """Build a configuration from a TOML file, the environment (None: this process's) and explicit arguments."""
-    return resolve_config(file, env, overrides).config
-
-
-def resolve_config(
-    file: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> ResolvedConfig:
-    """Like `load_config`, and say where each value comes from."""
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    if file is not None:
-        name = os.fspath(file)
-        _merge(values, sources, read_file(name), f"file {name}")
-    _merge(values, sources, read_env(os.environ if env is None else env), "environment")
-    _merge(values, sources, _typed(overrides or {}, "argument "), "arguments")
-    return ResolvedConfig(EngineConfig(**values), sources)
-
-
-def config_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a configuration file."""
-    schema = options_schema(EngineConfig)
-    disable = schema["properties"].pop("disable_plugins")
-    schema["properties"]["plugins"] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {"disable": disable},
-    }
-    schema["not"] = {"required": ["keep", "keep_tokens"]}
-    return schema
-
-
-def read_file(file: str) -> dict[str, Any]:
-    """Read and check a TOML file; every message names the file and the key or line."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {file!r} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"configuration file {file!r} cannot be read", cause=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text", cause=str(error)) from error
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        # Its text ends in "(at line N, column M)" or "(at end of document)".
-        line = re.search(r"at line (\d+)", str(error))
-        number = line.group(1) if line else max(len(text.splitlines()), 1)
-        raise ConfigError(f"{file}:{number}: not valid TOML: {error}") from error
-    plugins = document.pop("plugins", {})
-    if not isinstance(plugins, dict):
-        raise ConfigError(f"{file}: plugins: expected a table")
-    _refuse_unknown(plugins, file, known=("disable",), prefix="plugins.")
-    if "disable" in plugins:
-        if "disable_plugins" in document:
-            raise ConfigError(f"{file}: disable_plugins and plugins.disable are both given", hint="give only one")
-        document["disable_plugins"] = plugins["disable"]
-    return _typed(document, f"{file}: ")
-
-
-def read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Read the fields that the environment sets; an empty variable counts as unset."""
-    fields = option_fields(EngineConfig)
-    found = {}
-    for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable in CONTROLS or not value:
-            continue
-        key = variable.removeprefix(ENV_PREFIX).lower()
-        if key in fields:
-            found[key] = coerce(fields[key], value, text=True, label=variable, error=ConfigError)
-        else:  # not an error: another program may own a variable with our prefix
-            near = did_you_mean(key, fields)
-            suffix = f"; did you mean {ENV_PREFIX}{near.upper()}?" if near else ""
-            log.warning("ignored environment variable %s, which is no setting%s", variable, suffix)
-    return found
-
-
-def _typed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    fields = option_fields(EngineConfig)
-    _refuse_unknown(values, where.rstrip(": "))
-    return {
-        key: coerce(fields[key], value, text=False, label=f"{where}{key}", error=ConfigError) for key, value in values.items()
-    }
-
-
-def _merge(values: dict[str, Any], sources: dict[str, str], layer: Mapping[str, Any], source: str) -> None:
-    """Put a layer over the lower ones, under the rules in the module's docstring."""
-    dropped: set[str] = set()
-    if "compressor" in layer and layer["compressor"] != values.get("compressor"):
-        dropped |= {"options"} if layer["compressor"] else {"options", "keep", "keep_tokens"}
-    for name, other in (("keep", "keep_tokens"), ("keep_tokens", "keep")):
-        # Both in one layer stay, so that EngineConfig reports the conflict.
-        if layer.get(name) is not None and other not in layer:
-            dropped.add(other)
-    for name in dropped:
-        values.pop(name, None)
-        sources.pop(name, None)
-    for key, value in layer.items():
-        values[key] = {**values.get("options", {}), **value} if key == "options" else value
-        sources[key] = source
-
-
-def _refuse_unknown(values: Mapping[str, Any], where: str, *, known: tuple[str, ...] | None = None, prefix: str = "") -> None:
+def refuse_unknown(values: Mapping[str, Any], where: str, *, known: tuple[str, ...] | None = None, prefix: str = "") -> None:
+    """Raise ``ConfigError`` for a key that is no field (or none of ``known``), with the nearest one."""
     legal = known or tuple(option_fields(EngineConfig))
     for key in values:
         if key not in legal:
