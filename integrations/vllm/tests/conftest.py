@@ -52,10 +52,12 @@ def model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def redis(folder: Path) -> Iterator[str]:
+def redis(folder: Path) -> Iterator[str | None]:
+    """``host:port``; ``None`` where there is no Redis: LMCache then keeps KV in its memory only, and the runner says so."""
     program = shutil.which("redis-server")
     if program is None:
-        pytest.fail("redis-server is missing; apt-get install redis-server")
+        yield None
+        return
     port = free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     with Service(command, lambda: accepts(port), folder / "redis.log"):

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import tiny
+from patience import until_served
 
 from vericache_core.errors import ConfigError, PromptError, RemoteError
 from vericache_vllm.client import HttpVerifier
@@ -28,23 +30,23 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, redis: str, folder: Path) -> Iterator[str]:
+def server(model: Path, redis: str | None, folder: Path) -> Iterator[str]:
     home = KVHome(redis, folder / "lmcache.log")
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--block-size", str(CHUNK_SIZE)]
     command += ["--enforce-eager", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
-    command += ["--kv-transfer-config", json.dumps(kv_transfer_config(home.address))]
+    command += ["--kv-transfer-config", json.dumps(kv_transfer_config(home.address, patience.SECONDS))]
     environment = {"VLLM_PLUGINS": "vericache", "VERICACHE_TOKEN": TOKEN}
     url = f"http://127.0.0.1:{port}"
-    with Service(command, lambda: accepts(port) and _answers(url), folder / "server.log", environment, seconds=300):
+    with Service(command, lambda: accepts(port) and _answers(url), folder / "server.log", environment):
         yield url
     home.close()
 
 
 def _answers(url: str) -> bool:
     try:
-        fetch(f"{url}/health")
+        fetch(f"{url}/health", seconds=10.0)
     except RemoteError:
         return False
     return True
@@ -66,15 +68,18 @@ def _post(url: str, body: Any, token: str | None = None) -> Any:
     request.add_header("Content-Type", "application/json")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=patience.SECONDS) as answer:
         return json.loads(answer.read())
 
 
-@pytest.mark.parametrize(("compressor", "options"), [("kivi", {"bits": 4, "residual": 32}), ("uniform", {"bits": 2})])
+@pytest.mark.parametrize(
+    ("compressor", "options"), [("kivi", {"bits": 4, "residual": 32}), ("uniform", {"bits": 2}), ("snapkv", {"keep": 0.5})]
+)
 def test_drafts_over_http(
     server: str, model: Path, reference: list[list[int]], figure: list[str], compressor: str, options: dict[str, Any]
 ) -> None:
-    verifier = HttpVerifier(server, TOKEN, seconds=120)
+    verifier = HttpVerifier(server, TOKEN, seconds=patience.SECONDS)
+    until_served(verifier, PROMPTS)
     drafter = CompressedDrafter.from_pretrained(str(model), compressor, options=options, fold=16)
     outputs = generate(PROMPTS, NEW_TOKENS, verifier, drafter, window=6)
     drafter.engine.close()
@@ -123,10 +128,21 @@ def test_a_long_prompt_is_refused_before_it_is_sent(server: str) -> None:
         generate([tiny.prompt(500, seed=3)], NEW_TOKENS, HttpVerifier(server, TOKEN))
 
 
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_verified_lengths_on_chunk_multiples(server: str, reference: list[list[int]], beside: int) -> None:
+    """Nothing at or past the last verified token is served, though the store holds it."""
+    verifier, tokens = HttpVerifier(server, TOKEN, seconds=patience.SECONDS), [*PROMPTS[0], *reference[0]]
+    until_served(verifier, [tokens])
+    verified = 7 * CHUNK_SIZE + beside
+    verdict = verifier.verify([Check(tokens[:verified], tokens[verified : verified + 6])])[0]
+    assert verdict.cached == (verified - 1) // CHUNK_SIZE * CHUNK_SIZE
+    assert (verdict.accepted, verdict.token, verdict.reruns) == (6, tokens[verified + 6], 0)
+
+
 def test_many_checks_at_once(server: str, reference: list[list[int]]) -> None:
     whole = [*PROMPTS[0], *reference[0]]
     checks = [Check(whole[: 200 + number], whole[200 + number : 204 + number]) for number in range(12)]
-    verdicts = HttpVerifier(server, TOKEN).verify(checks)
+    verdicts = HttpVerifier(server, TOKEN, seconds=patience.SECONDS).verify(checks)
     assert [verdict.accepted for verdict in verdicts] == [4] * 12
     assert [verdict.token for verdict in verdicts] == whole[204:216]
 

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import patience
 import pytest
 import tiny
+from patience import until_served
 
 # Two ranks need processes of their own, one core each where there are two.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -18,17 +20,19 @@ from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import generate
 from vericache_vllm.home import CHUNK_SIZE, KVHome
 from vericache_vllm.offline import OfflineVerifier, build_llm
+from vericache_vllm.verdict import Check
 
 NEW_TOKENS = 32
 PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 
 @pytest.fixture(scope="module")
-def verifier(model: Path, redis: str, folder: Path) -> Iterator[OfflineVerifier]:
+def verifier(model: Path, redis: str | None, folder: Path) -> Iterator[OfflineVerifier]:
     home = KVHome(redis, folder / "lmcache.log")
     llm = build_llm(
         str(model),
         home.address,
+        patience.SECONDS,
         tensor_parallel_size=2,
         block_size=CHUNK_SIZE,
         enforce_eager=True,
@@ -42,10 +46,15 @@ def verifier(model: Path, redis: str, folder: Path) -> Iterator[OfflineVerifier]
     home.close()
 
 
-def test_two_ranks(verifier: OfflineVerifier, model: Path, figure: list[str]) -> None:
+@pytest.fixture(scope="module")
+def reference(verifier: OfflineVerifier) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     plain = verifier.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    reference = [list(output.outputs[0].token_ids) for output in plain]
+    return [list(output.outputs[0].token_ids) for output in plain]
+
+
+def test_two_ranks(verifier: OfflineVerifier, model: Path, reference: list[list[int]], figure: list[str]) -> None:
+    until_served(verifier, PROMPTS)
     drafter = CompressedDrafter.from_pretrained(str(model), "kivi", options={"bits": 4, "residual": 32}, fold=16)
     outputs = generate(PROMPTS, NEW_TOKENS, verifier, drafter, window=6)
     drafter.engine.close()
@@ -55,3 +64,14 @@ def test_two_ranks(verifier: OfflineVerifier, model: Path, figure: list[str]) ->
     assert all(output.reruns == 0 and output.degraded is None for output in outputs)
     runs = ", ".join(f"{output.mean_run:.2f} in {output.rounds} rounds" for output in outputs)
     figure.append(f"tensor parallel 2, kivi 4 bit: identical; mean accepted runs {runs}; external hits {cached} of {prompted}")
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_verified_lengths_on_chunk_multiples(verifier: OfflineVerifier, reference: list[list[int]], beside: int) -> None:
+    """Each rank is served the same chunks, none of them at or past the last verified token."""
+    tokens = [*PROMPTS[0], *reference[0]]
+    until_served(verifier, [tokens])
+    verified = 7 * CHUNK_SIZE + beside
+    verdict = verifier.verify([Check(tokens[:verified], tokens[verified : verified + 6])])[0]
+    assert verdict.cached == (verified - 1) // CHUNK_SIZE * CHUNK_SIZE
+    assert (verdict.accepted, verdict.token, verdict.reruns) == (6, tokens[verified + 6], 0)

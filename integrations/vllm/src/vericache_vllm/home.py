@@ -60,7 +60,7 @@ class KVHome:
 
     def _healthy(self) -> bool:
         try:
-            fetch(f"http://127.0.0.1:{self._http}/healthcheck")
+            fetch(f"http://127.0.0.1:{self._http}/healthcheck", seconds=10.0)
         except RemoteError:
             return False
         return True
@@ -99,7 +99,7 @@ def _adapters(config: Any) -> list[dict[str, Any]]:
     return [config, *nested] if "serde" in config or "serde_config" in config else nested
 
 
-def fetch(url: str, method: str = "GET", seconds: float = 10.0) -> Any:
+def fetch(url: str, method: str = "GET", seconds: float = 60.0) -> Any:
     """JSON of ``url``, ``None`` for an empty answer.
 
     Raises:

@@ -94,12 +94,13 @@ class OfflineVerifier:
         return list(self.llm.generate(prompts, params, use_tqdm=False))
 
 
-def build_llm(model: str, kv_server: str | None = None, **engine: Any) -> LLM:
+def build_llm(model: str, kv_server: str | None = None, seconds: float = 10.0, **engine: Any) -> LLM:
     """A vLLM engine whose full KV lives in LMCache.
 
     Args:
         model: folder or hub id.
         kv_server: ``host:port`` of an LMCache server; ``None`` for an engine without one.
+        seconds: longest wait for that server, see :func:`kv_transfer_config`.
         engine: further arguments of ``vllm.LLM``. vLLM's own prefix cache is off unless asked for: device memory then
             holds full KV only while a verification runs.
     """
@@ -109,7 +110,7 @@ def build_llm(model: str, kv_server: str | None = None, **engine: Any) -> LLM:
 
     settings: dict[str, Any] = {"enable_prefix_caching": False, **engine}
     if kv_server is not None:
-        settings["kv_transfer_config"] = KVTransferConfig(**kv_transfer_config(kv_server))
+        settings["kv_transfer_config"] = KVTransferConfig(**kv_transfer_config(kv_server, seconds))
     return LLM(model=model, **settings)
 
 
