@@ -16,7 +16,7 @@ pip() {
 
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
-trap 'echo "install.sh: $venv could not be built; it takes about 4 GB of disk and a registry of Python packages" >&2' ERR
+trap 'echo "install.sh: $venv could not be built, nothing of it was tested; it takes 4 GB of disk and a registry that has $vllm" >&2' ERR
 
 test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
 pip install --quiet ${TORCH:-torch==2.13.0} packaging
