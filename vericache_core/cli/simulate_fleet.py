@@ -1,4 +1,7 @@
-"""``vericache simulate --drafters``: drafters behind slow links and a store that verifies, swept over both."""
+"""``vericache simulate --drafters``: drafters behind slow links and a store that verifies, swept over both.
+
+Two baselines decode plainly: the best mix of devices, and requests dealt out evenly to all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from vericache_core.errors import UsageError
 from vericache_core.runtime.costs import Link
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup
-from vericache_core.simulate.fleet import PATHS, PLAIN, Fleet, Path
-from vericache_core.simulate.remote import FleetResult, simulate_fleet
+from vericache_core.simulate.fleet import PATHS, PLAIN, Fleet, Path, even_plan
+from vericache_core.simulate.remote import FleetResult, mean_lengths, simulate_fleet
 
 SCHEMA: Final = "vericache.simulate.fleet/1"
 MOST_DRAFTERS: Final = 256
@@ -46,8 +49,10 @@ def run(args: argparse.Namespace, setup: Setup, model: str, device: str) -> int:
             for count in _counts(args.drafters):
                 fleet = _fleet(args, setup, count, slow, fast)
                 plain = simulate_fleet(replace(fleet, paths=PLAIN), setup.arrivals, setup.seed)
+                even = simulate_fleet(fleet, setup.arrivals, setup.seed, even_plan(fleet, *mean_lengths(setup.arrivals)))
                 drafted = simulate_fleet(fleet, setup.arrivals, setup.seed)
-                rows.append(_row(count, slow, fast, load_to_round(fleet, setup.arrivals, drafted.plan.window), plain, drafted))
+                ratio = load_to_round(fleet, setup.arrivals, drafted.plan.window)
+                rows.append(_row(count, slow, fast, ratio, plain, even, drafted))
     if args.json:
         facts = {"model": model, "device": device, "requests": len(setup.arrivals), "seed": setup.seed, "sharing": args.sharing}
         print_json(SCHEMA, {**facts, "rows": rows})
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace, setup: Setup, model: str, device: str) -> int:
             "SPEEDUP",
             "STEADY",
             "PLANNED",
+            "VS EVEN",
             "PATHS",
         ]
         print_table(header, [_cells(row) for row in rows])
@@ -75,8 +81,7 @@ def load_to_round(fleet: Fleet, arrivals: Sequence[Arrival], window: int) -> flo
         return None
     from vericache_core.simulate.fleet import draft_step_seconds
 
-    prompt = round(sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals))
-    new = round(sum(arrival.new_tokens for arrival in arrivals) / len(arrivals))
+    prompt, new = mean_lengths(arrivals)
     return fleet.slow.seconds(fleet.full_bytes(prompt)) / (window * draft_step_seconds(fleet, prompt, new))
 
 
@@ -128,7 +133,9 @@ def _numbers(text: str, name: str) -> list[float]:
     return numbers
 
 
-def _row(count: int, slow: float, fast: float, ratio: float | None, plain: FleetResult, drafted: FleetResult) -> dict[str, Any]:
+def _row(
+    count: int, slow: float, fast: float, ratio: float | None, plain: FleetResult, even: FleetResult, drafted: FleetResult
+) -> dict[str, Any]:
     return {
         "drafters": count,
         "slow_bytes_per_s": slow * 1e9,
@@ -140,6 +147,9 @@ def _row(count: int, slow: float, fast: float, ratio: float | None, plain: Fleet
         "speedup": drafted.tokens_per_s / plain.tokens_per_s,
         "steady_speedup": drafted.steady_tokens_per_s / plain.steady_tokens_per_s if plain.steady_tokens_per_s else None,
         "planned_speedup": drafted.plan.rate / plain.plan.rate,
+        "even_tokens_per_s": even.tokens_per_s,
+        "speedup_vs_even": drafted.tokens_per_s / even.tokens_per_s,
+        "planned_speedup_vs_even": drafted.plan.rate / even.plan.rate,
         "paths": dict(drafted.paths),
         "acceptance": drafted.accepted / drafted.drafted if drafted.drafted else None,
         "verifies": drafted.verifies,
@@ -166,6 +176,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['speedup']:.2f}x",
         f"{row['steady_speedup']:.2f}x" if row["steady_speedup"] else "-",
         f"{row['planned_speedup']:.2f}x",
+        f"{row['speedup_vs_even']:.2f}x",
         " ".join(
             f"{path} {100 * count / total:.0f}%" for path, count in sorted(row["paths"].items(), key=lambda item: -item[1])
         ),

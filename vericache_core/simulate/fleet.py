@@ -149,6 +149,18 @@ def make_plan(fleet: Fleet, prompt: int, new_tokens: int, paths: Sequence[Path] 
     return best
 
 
+def even_plan(fleet: Fleet, prompt: int, new_tokens: int) -> Plan:
+    """Plain requests dealt out evenly, as many to each drafter as to the device beside the store, whatever their links.
+
+    The slowest of them sets the pace; :func:`make_plan` over ``PLAIN`` is the best that plain decoding can do.
+    """
+    slowest = min(
+        make_plan(fleet, prompt, new_tokens, ("remote",)).rate,
+        make_plan(fleet, prompt, new_tokens, ("fetch",)).rate / fleet.drafters,
+    )
+    return Plan(0, {"remote": slowest, "fetch": slowest * fleet.drafters}, 0.0)
+
+
 def _places(fleet: Fleet, paths: Sequence[Path], prompt: int, new_tokens: int) -> list[Places]:
     """Ways to deal out the memory beside the store that are worth telling apart."""
     one = fleet.full_bytes(prompt + new_tokens)
@@ -229,7 +241,7 @@ def use_of(fleet: Fleet, path: Path, prompt: int, new_tokens: int, window: int, 
         rounds * window * draft_row + plain * own_row,
         0.0,
         rounds * (stream + held * here) if stateless else 0.0,
-        0.0 if stateless else (load * here + tail) * cycle * rounds,
+        0.0 if stateless else (load * here + tail) * (wait + cycle * rounds),  # a store holds it from the first message on
         (drafter_bytes(fleet, path, prompt, 0) * there + tail) * (wait + rounds * cycle + plain * own_step),
     )
 

@@ -84,20 +84,14 @@ class FleetSimulation:
         fleet: what there is.
         arrivals: in order; ``fleet.sharing`` of them in a row have one prompt.
         seed: of the accepted drafts.
+        plan: shares of the paths; None for those that promise most.
 
     Raises:
         ConfigError: a request fits nowhere.
     """
 
-    def __init__(self, fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0) -> None:
-        if not arrivals:
-            raise ConfigError("a simulation needs a request")
-        prompt = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
-        new = sum(arrival.new_tokens for arrival in arrivals) / len(arrivals)
-        self.fleet, self.plan = fleet, make_plan(fleet, round(prompt), round(new))
-        plain = make_plan(fleet, round(prompt), round(new), [path for path in PLAIN if path in fleet.paths])
-        if self.plan.rate < MARGIN * plain.rate:
-            self.plan = plain
+    def __init__(self, fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0, plan: Plan | None = None) -> None:
+        self.fleet, self.plan = fleet, best_plan(fleet, arrivals) if plan is None else plan
         if not self.plan.rate:
             raise ConfigError("no path has room for a request", hint="more memory, shorter prompts, or other paths")
         self.clock, self.result = Clock(), FleetResult(self.plan)
@@ -235,14 +229,18 @@ class FleetSimulation:
         wire = self._slow[place]
         first = whole if path == "fetch" else whole * fleet.compression.keep
         here, fresh = self.pools.take(request.prefix, path, place, prompt, new_tokens, wire, first)
-        if path == "fetch":
-            self.clock.at(here.arrives, lambda: self._decode_at_drafter(request))
-            return
-        self.clock.at(here.arrives, lambda: self._draft(request))
+        self.clock.at(here.arrives, lambda: self._loaded(request))
         if path.startswith("stream"):
             if fresh:
                 self._whole_from[request.prefix, place] = wire.send(fleet.following_bytes(prompt))
             self.clock.at(self._whole_from[request.prefix, place], lambda: self._made_whole(request))
+
+    def _loaded(self, request: _Request) -> None:
+        if request.path == "fetch":
+            self._decode_at_drafter(request)
+        else:
+            self._draft(request)
+        self._fill()  # the link has one transfer less to do
 
     # -- drafting and verifying ----------------------------------------------------------------------
 
@@ -292,6 +290,7 @@ class FleetSimulation:
 
     def _made_whole(self, request: _Request) -> None:
         request.whole = True  # from its next verdict on it decodes plainly
+        self._fill()
 
     # -- plain decoding ------------------------------------------------------------------------------
 
@@ -354,6 +353,26 @@ class FleetSimulation:
         self._fill()
 
 
-def simulate_fleet(fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0) -> FleetResult:
+def mean_lengths(arrivals: Sequence[Arrival]) -> tuple[int, int]:
+    """Tokens of the prompts and of the answers, on average.
+
+    Raises:
+        ConfigError: there are no requests.
+    """
+    if not arrivals:
+        raise ConfigError("a simulation needs a request")
+    prompt = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
+    return round(prompt), round(sum(arrival.new_tokens for arrival in arrivals) / len(arrivals))
+
+
+def best_plan(fleet: Fleet, arrivals: Sequence[Arrival]) -> Plan:
+    """The plan with the highest rate; one that drafts must look ``MARGIN`` times as fast as plain decoding."""
+    lengths = mean_lengths(arrivals)
+    plan = make_plan(fleet, *lengths)
+    plain = make_plan(fleet, *lengths, [path for path in PLAIN if path in fleet.paths])
+    return plain if plan.rate < MARGIN * plain.rate else plan
+
+
+def simulate_fleet(fleet: Fleet, arrivals: Sequence[Arrival], seed: int = 0, plan: Plan | None = None) -> FleetResult:
     """Run the requests on the fleet; see :class:`FleetSimulation`."""
-    return FleetSimulation(fleet, arrivals, seed).run()
+    return FleetSimulation(fleet, arrivals, seed, plan).run()
