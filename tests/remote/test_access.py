@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,9 @@ def test_a_store_that_would_be_open_does_not_start(
         (["--prefix-gib", "-1"], "--prefix-gib"),
         (["--grace", "-1"], "--grace"),
         (["--prefix", "nowhere.json"], "cannot read prefix"),
+        (["--full-kv", "remote"], "a store holds the full KV itself"),
+        (["--remote", "localhost:1"], "a store holds the full KV itself"),
+        (["--full-kv", "remote", "--remote", "localhost:1"], "a store holds the full KV itself"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(
@@ -244,6 +248,31 @@ def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(
 ) -> None:
     assert cli.main(["store", "serve", "-m", "/nowhere", "--insecure", *argv]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["store", "serve", "--insecure", "--listen"],
+        ["store", "serve", "--insecure", "--listen", "127.0.0.1:0", "--metrics"],
+        ["draft", "-c", "identity", "--remote", "127.0.0.1:1", "--metrics"],
+    ],
+)
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.main([argv[0], *argv[1:], address, "-m", "/nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert f"cannot listen on {address}" in err
+    assert "another port" in err
+
+
+def test_metrics_of_a_drafter_that_does_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["draft", "-c", "identity", "--remote", "127.0.0.1:1", "-m", "/nowhere", "--metrics", "127.0.0.1:0"]
+    assert cli.main([*argv, "a prompt"]) == 2
+    assert "standard input" in capsys.readouterr().err
+    assert cli.main([*argv, "--grace", "-1"]) == 2
+    assert "--grace" in capsys.readouterr().err
 
 
 def test_files_that_hold_no_certificates(tmp_path: Path) -> None:

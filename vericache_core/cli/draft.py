@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.metrics_args import add_metrics_argument, metrics_service, show_engine
 from vericache_core.cli.output import note, print_json
 from vericache_core.cli.sampling_args import add_sampling_arguments, params_from_args
 from vericache_core.config import EngineConfig, replace
@@ -46,10 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--file", metavar="FILE", help="text that all prompts begin with")
     parser.add_argument("--check", action="store_true", help="only say hello to the store and measure the link")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add_metrics_argument(parser, ", until SIGTERM")
     parser.add_argument(
-        "--metrics",
-        metavar="HOST:PORT",
-        help="serve /healthz, /readyz and /metrics there, until SIGTERM; logs become JSON lines",
+        "--grace", type=float, default=30.0, metavar="S", help="seconds for lines under way after SIGTERM or Ctrl-C [30]"
     )
     for flag, setting in _ALIASES.items():
         name = setting.replace("_", "-")
@@ -76,13 +76,18 @@ def run(args: argparse.Namespace) -> int:
     params = params_from_args(args)
     shared = _shared(args.file)
 
+    if not 0 <= args.grace < float("inf"):
+        raise UsageError(f"--grace is to be 0 or more, not {args.grace:g}")
+    if not args.prompts and not args.check:
+        return _serve(args, config, shared, params)
+    if args.metrics is not None:
+        raise UsageError("--metrics is for requests on standard input", hint="give no PROMPT and no --check")
+
     from vericache_core.engine import Engine
 
     with Engine.from_pretrained(args.model, config) as engine:
         if args.check:
             return _check(engine, json_output=args.json)
-        if not args.prompts:
-            return _serve(args, engine, shared, params)
         started = time.perf_counter()
         outputs = engine.generate([f"{shared}{prompt}" for prompt in args.prompts], params)
         seconds = time.perf_counter() - started
@@ -119,26 +124,21 @@ def _check(engine: Engine, *, json_output: bool) -> int:
     return 0
 
 
-def _serve(args: argparse.Namespace, engine: Engine, shared: str, params: SamplingParams) -> int:
+def _serve(args: argparse.Namespace, config: EngineConfig, shared: str, params: SamplingParams) -> int:
     """Answer lines of standard input until it ends; with metrics until SIGTERM, even if it has ended before."""
     from vericache_core.service.drain import draining
 
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     jobs: dict[Any, Job] = {}
     with ExitStack() as stack:
-        service: Any = None
-        if args.metrics is not None:
-            from vericache_core.service.http import Service, split_address
-            from vericache_core.service.logs import configure_logs
-            from vericache_core.service.metrics import Metrics
-            from vericache_core.service.watch import EngineWatch
+        service = None if args.metrics is None else stack.enter_context(metrics_service(args.metrics))
 
-            configure_logs()
-            metrics = Metrics()
-            service = stack.enter_context(Service(*split_address(args.metrics), metrics))
-            EngineWatch.attach(engine, metrics)
-            service.state = "ready"
-        drain = stack.enter_context(draining(service))
+        from vericache_core.engine import Engine
+
+        engine = stack.enter_context(Engine.from_pretrained(args.model, config))
+        if service is not None:
+            show_engine(service, engine)
+        drain = stack.enter_context(draining(service, timeout=args.grace))
         threading.Thread(target=_read_lines, args=(lines,), name="vericache-lines", daemon=True).start()
         ended = False
         while jobs or not (drain.begun or (ended and service is None)):
@@ -146,7 +146,10 @@ def _serve(args: argparse.Namespace, engine: Engine, shared: str, params: Sampli
                 ended = ended or line is None
                 if line is not None:
                     _take(line, engine, shared, params, jobs)
-            if jobs:
+            if drain.expired:
+                for job in jobs.values():
+                    job.cancel()
+            elif jobs:
                 engine.step()
             _print_done(jobs)
     return 0

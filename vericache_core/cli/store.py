@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.metrics_args import add_metrics_argument, metrics_service, show_engine
 from vericache_core.cli.output import note
 from vericache_core.errors import ConfigError, PromptError, UsageError
 from vericache_core.remote import require_grpc
@@ -16,6 +18,7 @@ from vericache_core.remote.limits import Limits
 if TYPE_CHECKING:
     from vericache_core.engine import Engine
     from vericache_core.remote.server import StoreServer
+    from vericache_core.service.http import Service
 
 SCHEMA: Final = "vericache.store.serve/1"
 _GIB: Final = 1 << 30
@@ -48,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or text (repeatable)",
     )
     serve.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds for calls under way at the end [10]")
-    serve.add_argument(
-        "--metrics", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics there; logs become JSON lines"
-    )
+    add_metrics_argument(serve)
     serve.add_argument("--json", action="store_true", help="say in JSON, on a line of its own, when the store is ready")
     add_engine_arguments(serve)
 
@@ -60,12 +61,15 @@ def run(args: argparse.Namespace) -> int:
     require_grpc()
     tokens = _check_access(args)
     _check_numbers(args)
+    if args.full_kv == "remote" or args.remote is not None:
+        raise _no_store_of_its_own()
     config = config_from_args(args)
     registry = registry_from_args(args, config)
     if config.full_kv == "remote":
-        raise ConfigError("a store holds the full KV itself", hint="--full-kv device, host or disk")
+        raise _no_store_of_its_own()
     if config.compressor is not None:
         registry.create(config.compressor, config.compressor_options())
+    prefixes = [(name, _read_prefix(name)) for name in args.prefix or []]
     limits = Limits(
         sessions=args.max_sessions,
         tenant_sessions=args.tenant_sessions,
@@ -75,47 +79,48 @@ def run(args: argparse.Namespace) -> int:
         idle=args.idle,
     )
 
-    from vericache_core.engine import Engine
     from vericache_core.remote.auth import Guard, server_credentials
-    from vericache_core.remote.server import StoreServer
+    from vericache_core.service.http import check_free
 
     credentials = None if args.tls_cert is None else server_credentials(args.tls_cert, args.tls_key, args.client_ca)
-    engine = Engine.from_pretrained(args.model, config)
-    server = StoreServer(engine, args.listen, Guard(tokens), credentials, limits)
-    for name in args.prefix or []:
-        for tenant in tokens or ("local",):
-            _warm(server, engine, name, tenant)
-    return _serve(args, server)
+    check_free(args.listen)
+    with ExitStack() as stack:
+        service = None if args.metrics is None else stack.enter_context(metrics_service(args.metrics))
+
+        from vericache_core.engine import Engine
+        from vericache_core.remote.server import StoreServer
+
+        engine = Engine.from_pretrained(args.model, config)
+        server = StoreServer(engine, args.listen, Guard(tokens), credentials, limits)
+        stack.callback(server.stop, args.grace)  # after Ctrl-C while prefixes are made, too
+        for name, prompt in prefixes:
+            for tenant in tokens or ("local",):
+                _warm(server, engine, name, prompt, tenant)
+        _serve(args, server, service)
+    return 0
 
 
-def _serve(args: argparse.Namespace, server: StoreServer) -> int:
-    from contextlib import ExitStack
-
+def _serve(args: argparse.Namespace, server: StoreServer, service: Service | None) -> None:
     from vericache_core.service.drain import draining
 
-    with ExitStack() as stack:
-        service: Any = None
-        if args.metrics is not None:
-            from vericache_core.service.http import Service, split_address
-            from vericache_core.service.logs import configure_logs
-            from vericache_core.service.metrics import Metrics
-            from vericache_core.service.watch import EngineWatch
-
-            configure_logs()
-            metrics = Metrics()
-            service = stack.enter_context(Service(*split_address(args.metrics), metrics))
-            EngineWatch.attach(server.verifier.engine, metrics)
-        drain = stack.enter_context(draining(service, timeout=args.grace))
+    with draining(service, timeout=args.grace) as drain:
         server.start()
         host = args.listen.rpartition(":")[0]
         if service is not None:
-            service.state = "ready"
+            show_engine(service, server.verifier.engine)
         if args.json:
             print(json.dumps({"schema": SCHEMA, "listen": f"{host}:{server.port}", "facts": server.facts}), flush=True)
         note(f"serving {args.model} on {host}:{server.port}")
         drain.wait()
-        server.stop(args.grace)
-    return 0
+        server.stop(args.grace)  # in here, where a second signal ends the process at once
+
+
+def _no_store_of_its_own() -> ConfigError:
+    return ConfigError(
+        "a store holds the full KV itself, so it cannot leave it to another store",
+        cause="full_kv=remote and remote= are for the side that drafts, `vericache draft`",
+        hint="--full-kv device, host or disk",
+    )
 
 
 def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
@@ -149,25 +154,26 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("prefix_gib", "session_gib", "grace"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is to be 0 or more, not {getattr(args, name):g}")
-    for name in args.prefix or []:
-        if not Path(name).is_file():
-            raise PromptError(f"cannot read prefix {name}", cause="no such file")
 
 
-def _warm(server: StoreServer, engine: Engine, name: str, tenant: str) -> None:
-    """Prefill and compress a prefix before the first client comes."""
-    from vericache_core.model.prompts import encode_prompt
-    from vericache_core.remote.prepare import Ask
-    from vericache_core.runtime.sampling_params import SamplingParams
-
+def _read_prefix(name: str) -> Any:
+    """What a prefix file holds: anything that is written as JSON, else text."""
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read prefix {name}", cause=str(error)) from None
     try:
-        prompt = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        prompt = text
+        return text
+
+
+def _warm(server: StoreServer, engine: Engine, name: str, prompt: Any, tenant: str) -> None:
+    """Prefill and compress a prefix before the first client comes."""
+    from vericache_core.model.prompts import encode_prompt
+    from vericache_core.remote.prepare import Ask
+    from vericache_core.runtime.sampling_params import SamplingParams
+
     ids, _ = encode_prompt(prompt, engine.tokenizer, engine.adapter.vocab_size)
     options = engine.config.compressor_options()
     ask = Ask(tenant, tuple(ids), len(ids), engine.config.compressor, options, SamplingParams())

@@ -11,14 +11,15 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from vericache_core.engine import Engine
 from vericache_core.errors import RemoteError, RemoteRefused, VeriCacheError
 from vericache_core.remote.audit import TwinAudit
+from vericache_core.remote.commands import Commands
 from vericache_core.remote.frames import Message, RunningDigest
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.prepare import Ask, Preparations
@@ -27,11 +28,12 @@ from vericache_core.runtime.output import TokenLogprobs
 from vericache_core.runtime.request import Request
 
 log = logging.getLogger("vericache.remote")
-T = TypeVar("T")
 GATHER: Final = 0.002
 """Seconds to wait for company before a step; ten times that at most."""
 _TICK: Final = 0.2
 """Seconds between two looks for silent sessions while nothing happens."""
+_ABORT: Final = 0.05
+"""Seconds between two orders to stop loads while the thread ends."""
 
 
 @dataclass(eq=False)
@@ -75,7 +77,7 @@ class Verifier:
         self.engine, self.limits = engine, limits
         self.shelf = Shelf(limits.prefix_bytes)
         self.sessions: dict[str, Session] = {}
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands = Commands()
         self._preparations = Preparations(engine, self.shelf, limits.sessions)
         self._audit = TwinAudit(engine)
         self._by_request: dict[int, Session] = {}
@@ -87,7 +89,7 @@ class Verifier:
     def prepare(self, ask: Ask) -> Future[Prefix]:
         """Have the prefix ready: from the shelf, or by a prefill; its user count is one higher when it comes."""
         result: Future[Prefix] = Future()
-        self._submit(result, lambda: self._preparations.begin(ask, result))
+        self._commands.submit(result, lambda: self._preparations.begin(ask, result))
         return result
 
     def progress(self) -> tuple[int, int]:
@@ -96,11 +98,11 @@ class Verifier:
 
     def open(self, ask: Ask, prefix: Prefix) -> Future[Session]:
         """Make a session on a prefix that :meth:`prepare` gave; its first verdict comes by :meth:`first`."""
-        return self._call(lambda: self._open(ask, prefix))
+        return self._commands.call(lambda: self._open(ask, prefix))
 
     def release(self, prefix: Prefix) -> Future[None]:
         """Undo the count of a :meth:`prepare` whose prefix no session was opened on."""
-        return self._call(lambda: self._release(prefix))
+        return self._commands.call(lambda: self._release(prefix))
 
     def find(self, tenant: str, number: str) -> Session:
         """The session of this tenant; raises ``RemoteRefused`` for any other."""
@@ -121,72 +123,47 @@ class Verifier:
     def verify(self, session: Session, seq: int, base: int, drafts: Sequence[int]) -> Future[Message]:
         """Verify ``drafts`` behind ``base`` committed tokens; a repeated question gets the same answer again."""
         result: Future[Message] = Future()
-        self._submit(result, lambda: self._verify(session, (seq, base, tuple(drafts)), result))
+        self._commands.submit(result, lambda: self._verify(session, (seq, base, tuple(drafts)), result))
         return result
 
     def close_session(self, session: Session) -> Future[None]:
         """End a session and give its memory back."""
-        return self._call(lambda: self._drop(session))
+        return self._commands.call(lambda: self._drop(session))
 
     def close(self) -> None:
-        """Stop the thread; whoever waits gets an error."""
-        self._commands.put(None)
-        self._thread.join()
-
-    def _call(self, action: Callable[[], T]) -> Future[T]:
-        result: Future[T] = Future()
-        self._submit(result, lambda: result.set_result(action()))
-        return result
-
-    def _submit(self, result: Future[T], action: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                action()
-            except VeriCacheError as error:
-                result.set_exception(error)
-            except Exception as error:
-                log.exception("the store failed")
-                result.set_exception(VeriCacheError("the store failed", cause=type(error).__name__))
-
-        self._commands.put(run)
+        """Stop the thread, and loads that a step of it waits for; whoever waits gets an error. Safe to call twice."""
+        self._commands.close()
+        while self._thread.is_alive():
+            for request in self.engine.loop.live:  # again and again: what was asked last may only begin now
+                request.full.abort()
+            self._thread.join(_ABORT)
 
     # -- on the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         loop = self.engine.loop
-        while True:
-            try:
-                command = self._commands.get(block=not loop.requests, timeout=None if loop.requests else _TICK)
-            except queue.Empty:
-                command = _nothing
-            if command is None:
-                break
-            command()
-            if command is not _nothing:
+        while not self._commands.closing.is_set():
+            if self._commands.run_next(0.0 if loop.requests else _TICK):
                 self._gather()
             if loop.requests:
                 try:
                     loop.step()
+                    if self._commands.closing.is_set():
+                        break  # its loads may have been stopped, and what became of it then is no answer
                     self._settle()
                 except Exception as error:
                     log.exception("a step of the store failed")
                     self._drop_all(RemoteError("a step of the store failed", cause=type(error).__name__))
             self._reap()
         self._drop_all(RemoteError("the store is closing"))
+        self._commands.end()
         self.shelf.clear()
 
     def _gather(self) -> None:
         """Take in what else arrives now: drafts that come together are to share a step, and one alone would cost as much."""
         until = time.monotonic() + 10 * GATHER
-        while time.monotonic() < until:
-            try:
-                command = self._commands.get(timeout=GATHER if self.engine.loop.requests else 0.0)
-            except queue.Empty:
-                return
-            if command is None:
-                self._commands.put(None)  # the end, for :meth:`_run` to see
-                return
-            command()
+        while time.monotonic() < until and self._commands.run_next(GATHER if self.engine.loop.requests else 0.0):
+            pass
 
     def _drop_all(self, error: VeriCacheError) -> None:
         """End everything under way; nobody may be left waiting."""
@@ -322,7 +299,3 @@ class Verifier:
 
 def _plain(entry: TokenLogprobs) -> list[Any]:
     return [entry.token, entry.logprob, [list(pair) for pair in entry.top]]
-
-
-def _nothing() -> None:
-    """Stands for a command when none came."""

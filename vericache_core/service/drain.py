@@ -40,6 +40,11 @@ class Drain:
         """Whether the service takes nothing new any more."""
         return self._begun.is_set()
 
+    @property
+    def expired(self) -> bool:
+        """Whether a drain began so long ago that work in flight is to be given up."""
+        return self.begun and time.monotonic() >= self._deadline
+
     def begin(self) -> None:
         """Refuse new work from now on; what runs goes on. Once is enough."""
         if not self._once.acquire(blocking=False):
@@ -61,7 +66,7 @@ class Drain:
     def finish(self, in_flight: Callable[[], int]) -> bool:
         """Wait until nothing is in flight; False if something still is when the time is up."""
         while (left := in_flight()) > 0:
-            if time.monotonic() >= self._deadline:
+            if self.expired:
                 log.warning("the time to drain is up", extra={"in_flight": left})
                 return False
             time.sleep(POLL)

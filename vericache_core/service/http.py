@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Final, Literal
@@ -42,7 +44,7 @@ class Service:
         try:
             self._server = _Server((host, port), self)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port}", cause=str(error), hint="another port, or 0 for any") from error
+            raise _taken(f"{host}:{port}", error) from error
 
     @property
     def address(self) -> tuple[str, int]:
@@ -135,7 +137,36 @@ def split_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _family(host: str) -> int:
-    import socket
+def check_free(address: str) -> None:
+    """See whether ``HOST:PORT`` can be listened on, for a service that will do so only when its model is loaded.
 
+    It is not held meanwhile: whoever connects to something that cannot answer yet is better refused.
+
+    Raises:
+        UsageError: it is no HOST:PORT.
+        ConfigError: nothing can listen there.
+    """
+    host, port = split_address(address)
+    failures: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _taken(address, error) from error
+    for family, _, _, _, where in found:
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        try:
+            socket.create_server(where[:2], family=family, dualstack_ipv6=dual).close()
+        except OSError as error:
+            failures.append(error)
+    # A name may stand for addresses that this machine lacks (::1 without IPv6); one that is taken would answer for us.
+    for failure in failures:
+        if len(failures) == len(found) or failure.errno == errno.EADDRINUSE:
+            raise _taken(address, failure) from failure
+
+
+def _taken(address: str, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot listen on {address}", cause=str(error), hint="another port, or 0 for any")
+
+
+def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

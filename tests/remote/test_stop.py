@@ -1,0 +1,123 @@
+"""A store and a drafter that are told to stop while full KV is on its way over a link that would take hours."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cache.test_stop import PATIENCE, Gate, ends
+from tests.remote.stores import PREFIX, drafter, plain, prompts, store, store_engine, token_file
+from tests.remote.test_process import FAST, folder  # noqa: F401  # a fixture
+from vericache_core.cli.main import main
+from vericache_core.config import EngineConfig
+from vericache_core.engine import Engine
+from vericache_core.errors import RemoteError
+from vericache_core.remote.commands import Commands
+from vericache_core.runtime.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=12)
+
+
+def slow_store() -> tuple[Engine, Gate]:
+    """A store's engine whose swaps do not come, and what tells that one waits."""
+    engine, gate = store_engine(full_kv="host"), Gate()
+    link = engine.loop.ring.link
+    link._sleep, link.bytes_per_s = gate.sleep, 1.0
+    return engine, gate
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.2, None])
+def test_a_store_stops_while_it_waits_for_a_load_and_costs_no_token(grace: float | None, tmp_path: Path) -> None:
+    """Without a grace period it is the verifier alone that stops; whoever waits for a verdict must not get half a one."""
+    engine, gate = slow_store()
+    with store(tmp_path, engine) as server, drafter(tmp_path, server.port, remote_mode="verify-stateless") as ours:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(ours.generate(prompts(2), PARAMS)), daemon=True)
+        thread.start()
+        assert gate.entered.wait(PATIENCE)
+        ends(server.verifier.close if grace is None else lambda: server.stop(grace))
+        thread.join(PATIENCE)
+        assert [output.token_ids for output in found] == [output.token_ids for output in plain(prompts(2), PARAMS)]
+        assert all(output.finish_reason == "length" and output.metrics.degraded for output in found)
+        if grace is None:
+            assert all("is closing" in output.metrics.degraded[0] for output in found)
+        assert engine.loop.ring.nbytes == 0
+
+
+def test_a_drafter_stops_while_its_store_waits_for_a_load(tmp_path: Path) -> None:
+    engine, gate = slow_store()
+    with store(tmp_path, engine) as server:
+        ours = drafter(tmp_path, server.port, remote_mode="verify-stateless")
+        jobs = [ours.submit(prompt, PARAMS) for prompt in prompts(2)]
+        while not gate.entered.is_set():
+            ours.step()
+        ends(jobs[0].cancel)
+        ends(ours.close)
+        assert [job.result().finish_reason for job in jobs] == ["cancelled"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
+    number: signal.Signals,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal comes while the store waits for a load that takes hours; the answer says what became of the line."""
+    config = EngineConfig(rows=16, probe=False, full_kv="host", pack_weights="auto")
+    engine, gate = Engine.from_pretrained(str(folder), config), Gate()
+    engine.loop.ring.link._sleep, engine.loop.ring.link.bytes_per_s = gate.sleep, 1.0
+
+    def tell() -> None:
+        if gate.entered.wait(PATIENCE):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"id": "a", "prompt": "the quick brown fox " * 12})))
+    with store(tmp_path, engine) as server:
+        threading.Thread(target=tell, daemon=True).start()
+        argv = ["draft", "-m", str(folder), *FAST, "-c", "identity", "--remote", f"127.0.0.1:{server.port}", "--grace", "0"]
+        argv += ["--token-file", token_file(tmp_path), "--remote-mode", "verify-stateless", "--remote-timeout", "3600"]
+        assert main(argv) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["id"], answer["finish_reason"], answer["error"]) == ("a", "cancelled", None)
+
+
+def test_a_prefix_under_way_does_not_keep_a_store_from_stopping(tmp_path: Path) -> None:
+    engine, begun = store_engine(), threading.Event()
+    step = engine.loop.step
+
+    def slow() -> Any:
+        begun.set()
+        return step()
+
+    engine.loop.step = slow  # type: ignore[method-assign]
+    with store(tmp_path, engine) as server, drafter(tmp_path, server.port) as ours:
+        job = ours.submit(PREFIX, PARAMS)
+        while not begun.is_set():
+            ours.step()
+        ends(lambda: server.stop(0.0))
+        assert job.result().token_ids == plain([PREFIX], PARAMS)[0].token_ids
+
+
+def test_every_command_is_answered_also_those_that_come_too_late() -> None:
+    commands = Commands()
+    early, ran = commands.call(lambda: 1), commands.run_next(0.0)
+    queued = commands.call(lambda: 2)
+    commands.close()
+    commands.end()
+    late: Future[int] = commands.call(lambda: 3)
+    assert ran
+    assert early.result(0) == 1
+    for refused in (queued, late):
+        with pytest.raises(RemoteError, match="closing"):
+            refused.result(0)
+    assert not commands.run_next(0.0)
