@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from tests.deploy.manifests import command_lines
 from tests.remote.test_process import folder as model_folder  # noqa: F401  (a fixture)
 from tests.remote.test_tls import Authority
 
-DEADLINE = 60.0
+DEADLINE = 600.0
+"""Seconds until a process counts as hung: its start takes six of processor time, which others may have."""
 
 
 def localized(arguments: list[str], files: dict[str, str]) -> list[str]:
@@ -46,7 +46,7 @@ def wait_ready(port: int, process: subprocess.Popen[str]) -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
                 assert answer.status == 200
                 return
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # also the timeout of an answer that a busy machine has not sent
             time.sleep(0.1)
     raise AssertionError("not ready")
 
@@ -121,7 +121,7 @@ def test_the_roles_of_the_manifests_find_each_other_and_stop_in_order(
         assert 'vericache_drafts_total{compressor="snapkv"}' in text
         for process in (drafter, store):
             process.send_signal(signal.SIGTERM)
-            _, logged = process.communicate(timeout=60)
+            _, logged = process.communicate(timeout=DEADLINE)
             assert process.returncode == 0
             assert any(json.loads(line)["message"] == "draining" for line in logged.splitlines() if line.startswith("{"))
     finally:
