@@ -44,6 +44,7 @@ from vericache_core.runtime.request import Request, describe
 from vericache_core.runtime.reuse import open_reuse
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.service.audit import IdentityAudit
+from vericache_core.stores.url import check_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,6 +136,8 @@ class Engine:
         ``overrides`` change single fields of ``config``.
         """
         config = replace(config or EngineConfig(), **overrides)
+        if config.prefix_store is not None:
+            check_store(config.prefix_store)  # what cannot be used must not wait for the model
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -280,7 +280,9 @@ def test_files_that_hold_no_certificates(tmp_path: Path) -> None:
     junk = str(tmp_path / "junk")
     with pytest.raises(UsageError, match="certificate"):
         server_credentials(junk, junk, None)
-    with pytest.raises(UsageError, match="certificate"):
-        channel_credentials(junk, None, None)
+    (tmp_path / "empty").write_text("")
+    for name in (junk, str(tmp_path / "empty")):
+        with pytest.raises(UsageError, match="certificate"):
+            channel_credentials(name, None, None)
     with pytest.raises(UsageError, match="HOST:PORT"):
         drafter(tmp_path, 1, remote="localhost")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.remote.stores import drafter, plain, prompts, same, store_engine, token_file
 from vericache_core.errors import RemoteError
-from vericache_core.remote.auth import Guard, read_tokens, server_credentials
+from vericache_core.remote.auth import Guard, channel_credentials, read_tokens, server_credentials
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -91,3 +91,10 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
         assert not server.verifier.sessions
     finally:
         server.stop()
+
+
+def test_certificates_with_comments_in_any_alphabet(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    file = Path(authority.file)
+    file.write_bytes("# Zertifizierungsstelle Köln\n".encode() + file.read_bytes())
+    channel_credentials(str(file), None, None)

@@ -141,7 +141,7 @@ def channel_credentials(authority: str, cert: str | None, key: str | None) -> An
 def _pair(cert: str, key: str) -> tuple[bytes, bytes]:
     """Contents of a key and of its certificate."""
     pair = read_file(key, "TLS key"), read_file(cert, "TLS certificate")
-    try:
+    try:  # by name once more: ssl takes a key from a file alone
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # nobody is asked for one
     except ssl.SSLError as error:
         raise UsageError(
@@ -155,9 +155,9 @@ def _pair(cert: str, key: str) -> tuple[bytes, bytes]:
 def _authority(name: str, what: str) -> bytes:
     """Content of a file of certificates."""
     content = read_file(name, what)
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(name)
-    except ssl.SSLError as error:
+    try:  # comments between certificates may be in any alphabet
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
         raise UsageError(f"{what} {name!r} holds no certificate", cause=str(error), hint="a PEM file") from error
     return content
 

@@ -1,27 +1,33 @@
 """Store URLs: which backend, where, and how it is used.
 
-``file:///folder?bytes=10GB&chunk=256&timeout=2&compressed=no``: the scheme chooses the backend; ``chunk``, ``timeout`` and
-``compressed`` mean the same for all of them; what else follows the question mark is the backend's own and must be known to it.
+``file:///folder?bytes=10GB&chunk=256&timeout=2&compressed=no``: the scheme chooses the backend; ``chunk``, ``timeout``,
+``compressed`` and ``required`` mean the same for all of them; what else follows the question mark is the backend's own and
+must be known to it.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import re
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from vericache_core.errors import ConfigError
+from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
 from vericache_core.stores.blobs import BlobStore
+
+log = logging.getLogger("vericache.stores")
 
 DEFAULT_CHUNK = 256
 DEFAULT_TIMEOUT = 2.0
 PAGE_ROWS = 128
 """Rows of a page of KV, see :mod:`vericache_core.cache.pages`, which this module does not import for torch's sake."""
-_COMMON = frozenset({"chunk", "timeout", "compressed"})
+_COMMON = frozenset({"chunk", "timeout", "compressed", "required"})
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Opener = Callable[[SplitResult, Mapping[str, Any]], BlobStore]
@@ -38,6 +44,8 @@ class Scheme:
     options: frozenset[str]
     attempts: int = 4
     """How often a call is tried; once where a failure does not pass by itself."""
+    cheap: bool = True
+    """Whether opening it takes nothing that matters, so that it may be opened only to be looked at."""
 
 
 _REDIS = Scheme(
@@ -54,7 +62,7 @@ SCHEMES: dict[str, Scheme] = {
     "s3": Scheme("vericache_core.stores.objects:from_url", frozenset({"endpoint_url", "region", "profile", "anon"})),
     "gs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
     "abfs": Scheme("vericache_core.stores.objects:from_url", frozenset()),
-    "lmcache": Scheme("vericache_core.stores.lmcache:from_url", frozenset({"bytes"})),
+    "lmcache": Scheme("vericache_core.stores.lmcache:from_url", frozenset({"bytes"}), cheap=False),
     "memory": Scheme("vericache_core.stores.objects:from_url", frozenset()),
 }
 
@@ -68,6 +76,7 @@ class OpenedStore:
         timeout: seconds that a prefix may take.
         attempts: of a call.
         compressed: whether compressed KV goes in, beside full KV.
+        required: whether a store that does not answer at start is an error.
     """
 
     blobs: BlobStore
@@ -75,6 +84,7 @@ class OpenedStore:
     timeout: float
     attempts: int
     compressed: bool = True
+    required: bool = False
 
 
 def open_store(url: str) -> OpenedStore:
@@ -101,14 +111,44 @@ def open_store(url: str) -> OpenedStore:
         raise ConfigError(f"prefix store {shown(url)!r}: {what}", hint=f"known: {known}")
     chunk = _chunk(options.pop("chunk", None))
     timeout = _timeout(options.pop("timeout", None))
-    compressed = options.pop("compressed", "yes")
-    if compressed not in {"yes", "no"}:
-        raise ConfigError(f"compressed={compressed}: expected yes or no")
+    compressed, required = _yes(options, "compressed", True), _yes(options, "required", False)
     if "bytes" in options:
         options["bytes"] = parse_bytes(options["bytes"])
     module, _, name = scheme.opener.partition(":")
     opener: Opener = getattr(importlib.import_module(module), name)
-    return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts, compressed == "yes")
+    return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts, compressed, required)
+
+
+def check_store(url: str) -> None:
+    """See whether the store of ``url`` takes a blob, before anything that takes long is begun.
+
+    A store that does not answer, or is full, is only warned of: it costs speed, and may come back. With ``required=yes``
+    it is an error; so is a folder that cannot be used, which would not pass by itself.
+
+    Raises:
+        ConfigError: the store cannot be used; or as :func:`open_store`.
+        MissingDependencyError: as :func:`open_store`.
+    """
+    scheme = SCHEMES.get(urlsplit(url).scheme)
+    if scheme is not None and not scheme.cheap:
+        return
+    opened = open_store(url)
+    key, deadline = f"probe-{secrets.token_hex(16)}", time.monotonic() + opened.timeout
+    try:
+        opened.blobs.put(key, [b"is anybody there?"], deadline=deadline)
+        opened.blobs.delete(key, deadline=deadline)
+    except StoreError as error:
+        lasting = opened.attempts == 1 and not isinstance(error, StoreTimeout | StoreFull)
+        if lasting:
+            hint = "name a folder that this process may make and write to"
+        elif opened.required:
+            hint = "start it; without required=yes it would only be warned of"
+        else:
+            log.warning("prefix store %s does not answer (%s); every prompt is computed until it does", shown(url), error)
+            return
+        raise ConfigError(f"prefix store {shown(url)!r} cannot be used", cause=str(error), hint=hint) from error
+    finally:
+        opened.blobs.close()
 
 
 def shown(url: str) -> str:
@@ -122,6 +162,14 @@ def parse_bytes(text: str) -> int:
     if match is None or not float(match[1]) > 0:
         raise ConfigError(f"bytes={text}: expected a size such as 10GB or 512MiB")
     return math.ceil(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _yes(options: dict[str, Any], name: str, default: bool) -> bool:
+    """Take an option that is ``yes`` or ``no`` out of ``options``."""
+    text = options.pop(name, "yes" if default else "no")
+    if text not in {"yes", "no"}:
+        raise ConfigError(f"{name}={text}: expected yes or no")
+    return bool(text == "yes")
 
 
 def _chunk(text: str | None) -> int:
