@@ -26,7 +26,7 @@ class Scripted(LockstepScheduler):
         return self.plans.pop(0) if self.plans else StepPlan()
 
 
-def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2) -> Simulation:
+def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2, **more: float) -> Simulation:
     """Requests of 100 tokens, a byte a token: 50 bytes of draft KV, and 50 to swap in, half a second of link time."""
     requests = [
         SimulatedRequest(
@@ -44,7 +44,7 @@ def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2) 
         )
         for number in range(count)
     ]
-    found = Simulation(COSTS, Scripted(plans), requests)
+    found = Simulation(COSTS, Scripted(plans), requests, **more)  # type: ignore[arg-type]
     with pytest.raises(VeriCacheError, match="stands still"):
         found.run()
     return found
@@ -80,6 +80,43 @@ def test_a_verify_waits_for_what_is_missing_and_hides_the_rest() -> None:
     assert found._requests[0].committed == 3
     assert found.result.windows == [2]
     assert found.result.accepted == 2
+
+
+def test_cores_that_copy_do_not_compute_meanwhile_and_the_host_takes_a_moment_between_steps() -> None:
+    plan = StepPlan(parts=(Part(0, "verify", 1), Part(1, "draft", 1)), streams=(0,))
+    found = simulation([plan], copies=0.004, between=0.25)
+    compute = 1.0 + (100 + 50) * 0.001 + 50 * 0.004
+    assert found.now == pytest.approx(compute + 0.5 / 10 + 2 * 0.25)
+    assert found.result.exposed_seconds == pytest.approx(0.05)  # the host's moment is nobody's swap
+
+
+def test_a_plain_token_of_offloaded_kv_is_swapped_in() -> None:
+    found = simulation([StepPlan(parts=(Part(0, "decode", 1),))])
+    assert found.now == pytest.approx(1.0 + 100 * 0.001 + 0.05)
+    assert found.result.swap_seconds == pytest.approx(0.5)
+    assert found._requests[0].committed == 1
+
+
+def test_pages_are_reserved_beyond_the_length() -> None:
+    kept, bare = (
+        SimulatedRequest(
+            0,
+            Arrival(0.0, 100, 50),
+            Compression(0.5, 0.0),
+            2,
+            COSTS,
+            mode="pinned",
+            tier="host",
+            window=2,
+            controller=None,
+            prefill=False,
+            seed=0,
+            page=page,
+        ).holds.device
+        for page in (16, 0)
+    )
+    assert bare == 2 * (150 + 100)
+    assert kept == bare + 2 * (16 + 16)
 
 
 def test_drafts_read_the_draft_kv_and_plain_rows_the_full_one() -> None:

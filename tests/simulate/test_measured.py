@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 
+from vericache_core.cache.pages import PAGE
 from vericache_core.cli import main as cli
 from vericache_core.errors import UsageError
 from vericache_core.runtime.calibration import Calibration, Fingerprint
 from vericache_core.runtime.costs import CostModel, Link
-from vericache_core.simulate.measured import MeasuredRow, compare, read_runs
+from vericache_core.simulate.hardware import DEVICES
+from vericache_core.simulate.measured import ENGINE_PAGE, MeasuredRow, compare, read_runs
 
 TOKEN = 23_040
 COSTS = CostModel({8: 0.037, 32: 0.055, 128: 0.135}, 5e-11, 2.4e-7, {"host": Link(0.0, 1.6e-10)}, 30)
 PROMPTS = (600, 700)
 HEAD = {"schema": "vericache.bench.throughput.runs/1", "head": {"device": "cpu"}}
+
+
+def traced(windows: list[list[float]], drafts: bool = True) -> dict[str, Any]:
+    """A trace of rounds that ended when ``windows`` says, each with a draft step before if there were ``drafts``."""
+    phases = [[at - 0.05, at - 0.04, request, "draft"] for at, request, _, _ in windows if drafts]
+    return {"windows": windows, "phases": phases + [[at - 0.03, at, request, "verify"] for at, request, _, _ in windows]}
 
 
 def line(system: str, workload: str = "long", **run: Any) -> dict[str, Any]:
@@ -35,7 +43,7 @@ def line(system: str, workload: str = "long", **run: Any) -> dict[str, Any]:
         "peak_device_kv_bytes": 31_000_000,
         "swap_bytes": 0,
         "swap_seconds": 0.0,
-        "trace": {"windows": [[0.1, 0, 8, 8], [0.2, 1, 8, 3], [0.3, 1, 8, 8]]} if system != "plain" else None,
+        "trace": None if system == "plain" else traced([[0.1, 0, 8, 8], [0.2, 1, 8, 3], [0.3, 1, 8, 8]], system != "ngram"),
         **run,
     }
     return {"system": system, "workload": workload, "facts": facts, "repetition": 0, "run": found}
@@ -85,7 +93,7 @@ def row(system: str, **changes: Any) -> MeasuredRow:
             "tokens_per_s": 40.0,
             "peak": 3.1e7,
             "link": None,
-            "processor": "cpu",
+            "processor": "cuda",
             "answers": answers,
             **facts,
             **changes,
@@ -135,8 +143,7 @@ def test_wrong_drafts_come_where_they_came() -> None:
 def test_a_window_that_the_name_leaves_out_is_that_of_the_rounds(
     tmp_path: Path, rounds: list[list[float]], window: int | None
 ) -> None:
-    path = written(tmp_path / "runs", line("lockstep snapkv:keep=0.25", trace={"windows": rounds}))
-    (found,) = read_runs(path)
+    (found,) = read_runs(written(tmp_path / "runs", line("lockstep snapkv:keep=0.25", trace=traced(rounds))))
     assert found.drafted == window
 
 
@@ -160,7 +167,11 @@ def test_the_link_is_that_of_the_run() -> None:
 
 @pytest.mark.parametrize(
     ("system", "answers", "reason"),
-    [("transformers", (), "not a system"), ("ngram", (), "not a system"), ("vericache kivi x8", (), "no rounds of drafts")],
+    [
+        ("transformers", (), "not a system"),
+        ("ngram", (), "no rounds of proposals"),
+        ("vericache kivi x8", (), "no rounds of drafts"),
+    ],
 )
 def test_what_cannot_be_simulated_says_so(system: str, answers: tuple[tuple[float, ...], ...], reason: str) -> None:
     found = compare(row(system, answers=answers), COSTS, TOKEN, 0.2, 2)
@@ -168,19 +179,63 @@ def test_what_cannot_be_simulated_says_so(system: str, answers: tuple[tuple[floa
     assert found.off == {"tokens_per_s": None, "hidden": None, "peak": None}
 
 
+def test_an_ngram_row_takes_the_steps_that_its_proposals_took(tmp_path: Path) -> None:
+    """32 tokens after the first: request 0 is wrong once, request 1 never."""
+    windows = [[1.0, 0, 4, 4], [2.0, 0, 8, 3], [3.0, 0, 3, 3], [4.0, 0, 6, 6], [5.0, 0, 10, 10]]
+    windows += [[1.0, 1, 4, 4], [2.0, 1, 8, 8], [3.0, 1, 10, 10], [4.0, 1, 6, 6]]
+    runs = written(tmp_path / "runs", line("ngram", trace=traced(windows, drafts=False)))
+    (row,) = read_runs(runs)
+    assert row.answers == ()
+    costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
+    found = compare(row, costs, TOKEN, 0.2, 2)
+    # Rounds of both that run side by side share a step; on a CPU each costs the host a moment, too.
+    assert 64 / (found.tokens_per_s or 1) == pytest.approx(5 + 9 * DEVICES["cpu-2"].between)
+
+
+def test_an_auto_row_knows_what_others_know(tmp_path: Path) -> None:
+    slow = {"swap_bytes": 7e8, "swap_seconds": 2.0}
+    chosen = line("auto", "slow-host-30", trace=traced([[0.1, 0, 2, 1], [0.2, 0, 2, 2]], drafts=False))
+    drafted = line("vericache snapkv:keep=0.25 x8", "slow-host-30", **slow)
+    auto, _, _ = read_runs(written(tmp_path / "runs", chosen, drafted, line("vericache other:keep=0.5 x8")))
+    assert (auto.kept, auto.link) == (0.25, 3.5e8)
+    assert [sum(answer) for answer in auto.answers] == [0, 1]
+    assert auto.lookups[0].wrong[:5] == (0.0, 1.0, 0.0, 0.0, 1 / 4)
+    drafting = line("auto", "slow-host-30", **slow)
+    own, asked, _ = read_runs(written(tmp_path / "runs", drafting, line("ngram", "slow-host-30"), line("ngram")))
+    assert (own.kept, own.link) == (None, 3.5e8)
+    assert own.lookups == asked.lookups != ()
+
+
+def test_on_a_cpu_the_cores_that_compute_copy_what_is_swapped() -> None:
+    """Of one swap of a request in lock step, as the clock has it: the link is so slow that nothing else is seen."""
+    facts: dict[str, Any] = {"tier": "host", "budget_share": 1.0, "drafted": 7, "link": 1e7}
+    shares = {}
+    for processor in ("cpu", "cuda"):
+        found = compare(row("lockstep snapkv:keep=0.25", processor=processor, **facts), COSTS, TOKEN, 0.2, 2)
+        assert found.hidden is not None
+        shares[processor] = found.hidden
+    # What a byte takes to be copied, by what it takes to come, of which one layer of 30 is not hidden.
+    assert shares["cpu"] - shares["cuda"] == pytest.approx(1.6e-10 / 1e-7 * 29 / 30, rel=0.01)
+
+
+def test_the_pages_of_the_engine_are_those_of_its_caches() -> None:
+    assert ENGINE_PAGE == PAGE
+
+
 def test_the_command_prints_how_far_off_each_row_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = written(tmp_path / "runs", line("plain"), line("vericache snapkv:keep=0.25 x8"), line("ngram"))
+    runs = written(tmp_path / "runs", line("plain"), line("vericache snapkv:keep=0.25 x8"), line("ngram"), line("other"))
     costs = tmp_path / "costs.json"
     Calibration(Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16"), COSTS).save(costs)
     command = ["simulate", "-m", "smollm2-135m", "--compare", runs, "--calibration", str(costs)]
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "vericache.simulate.compare/1"
-    plain, drafted, ngram = found["rows"]
+    plain, drafted, ngram, unknown = found["rows"]
     assert plain["off"]["tokens_per_s"] == pytest.approx(plain["simulated"]["tokens_per_s"] / 32 - 1)
     assert drafted["simulated"]["peak_device_kv_bytes"] > plain["simulated"]["peak_device_kv_bytes"]
-    assert ngram["skipped"]
+    assert ngram["simulated"]["tokens_per_s"] > plain["simulated"]["tokens_per_s"]
+    assert unknown["skipped"]
     assert cli.main(command) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 5
     assert cli.main(command[:-2]) == 2
     assert "needs the costs of the machine" in capsys.readouterr().err

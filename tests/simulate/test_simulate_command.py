@@ -11,6 +11,7 @@ import pytest
 from vericache_core.cli import main as cli
 from vericache_core.runtime.calibration import Calibration, Fingerprint
 from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.simulate.hardware import DEVICES
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -83,7 +84,18 @@ def test_traces_and_calibrations_are_read(tmp_path: Path, capsys: pytest.Capture
     Calibration(Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16"), model).save(costs)
     rows = answer([*SMALL[:5], "--trace", str(trace), "--calibration", str(costs)], capsys)["rows"]
     assert rows[0]["tokens"] == 7
-    assert rows[0]["seconds"] == pytest.approx(9 + 4)
+    assert rows[0]["seconds"] == pytest.approx(9 + 4 * (1 + DEVICES["cpu-2"].between))
+
+
+def test_a_proposer_adds_a_row_and_its_proposals(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*SMALL, "--proposer", "ngram", "--proposal-share", "1,0"]
+    for more, system in ((["--mode", "plain"], "staggered plain ngram"), (["--mode", "pinned"], "staggered pinned ngram")):
+        plain, ours = answer([*command, "--proposal-hazard", "0", *more], capsys)["rows"]
+        assert (plain["system"], plain["proposed"], ours["system"]) == ("plain", 0, system)
+        assert ours["proposals_kept"] == ours["proposed"] > 0
+        assert ours["speedup_vs_plain"] > 1
+    worse = answer([*command, "--mode", "plain"], capsys)["rows"][1]
+    assert 0 < worse["proposals_kept"] < worse["proposed"]
 
 
 def test_the_list_names_sources(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +134,11 @@ def test_the_list_names_sources(capsys: pytest.CaptureFixture[str]) -> None:
         (["--trace", "none.jsonl", "--rate", "0"], "--trace and --rate exclude each other"),
         (["--trace", "none.jsonl", "--prompt-tokens", "9"], "--trace and --prompt-tokens exclude each other"),
         (["--trace", "none.jsonl"], "trace 'none.jsonl' cannot be read"),
+        (["--proposal-share", "0.4"], "--proposal-share has no effect"),
+        (["--proposal-hazard", "0"], "--proposal-hazard has no effect"),
+        (["--proposer", "ngram", "--proposal-share", "0.5,2"], "--proposal-share: expected numbers from 0 to 1"),
+        (["--proposer", "ngram", "--proposal-hazard", "few"], "--proposal-hazard: expected numbers from 0 to 1"),
+        (["--proposer", "ngram", "--drafters", "2"], "--proposer has no effect"),
         (["--calibration", "none.json"], "calibration file 'none.json' does not exist"),
     ],
 )

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from vericache_core.cli import simulate_compare, simulate_fleet, simulate_windows
+from vericache_core.cli import simulate_compare, simulate_fleet, simulate_proposer, simulate_windows
 from vericache_core.cli.idle import refuse_idle
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.cli.simulate_idle import IDLE
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
-from vericache_core.runtime.calibration import load_calibration
+from vericache_core.runtime.calibration import Calibration, load_calibration
+from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival, poisson, read_trace
-from vericache_core.simulate.clock import Result
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, cost_model
 from vericache_core.simulate.request import Compression
+from vericache_core.simulate.result import Result
 
 SCHEMA: Final = "vericache.simulate/1"
 MOST_REQUESTS: Final = 10_000
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard; in place of the four above",
     )
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
+    simulate_proposer.add_arguments(parser)
     simulate_fleet.add_arguments(parser)
     simulate_windows.add_arguments(parser)
     simulate_compare.add_arguments(parser)
@@ -123,10 +125,11 @@ def run(args: argparse.Namespace) -> int:
             if len(args.devices or []) > 1:
                 raise UsageError("--search-windows takes one --device at a time")
             return simulate_windows.run(args, setup, args.model, name)
-        plain = simulate(replace(setup, mode="plain", window=None))
+        plain = simulate(replace(setup, mode="plain", window=None, lookups=()))
         rows.append(_row(name, "plain", plain, plain, setup, model.weights))
-        if args.mode != "plain":
-            rows.append(_row(name, f"{args.scheduler} {args.mode}", simulate(setup), plain, setup, model.weights))
+        if args.mode != "plain" or setup.lookups:
+            system = f"{args.scheduler} {args.mode}" + (f" {args.proposer}" if setup.lookups else "")
+            rows.append(_row(name, system, simulate(setup), plain, setup, model.weights))
     if args.json:
         print_json(SCHEMA, {"model": args.model, "requests": len(arrivals), "seed": args.seed, "rows": rows})
     else:
@@ -157,8 +160,10 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
     turns = _turns(args.hazard)
     mean = sum(_means(turns)) / len(turns)
     believed = min(0.999, max(0.001, mean))
+    calibration = load_calibration(args.calibration) if args.calibration else None
+    costs = cost_model(device, model, args.count) if calibration is None else calibration.costs
     return Setup(
-        load_calibration(args.calibration).costs if args.calibration else cost_model(device, model, args.count),
+        costs,
         model.token_bytes,
         Bytes(memory, float("inf") if args.host_memory is None else args.host_memory * 1e9),
         arrivals,
@@ -174,7 +179,18 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         turn=args.hazard_turn,
         background=args.background is not False,
         alongside=device.alongside,
+        copies=_copies(calibration, costs, device, args.tier),
+        between=device.between,
+        lookups=simulate_proposer.lookups(args),
     )
+
+
+def _copies(calibration: Calibration | None, costs: CostModel, device: Device, tier: str) -> float:
+    """Seconds that the cores which compute spend on a swapped byte: how long it takes where nothing limits the link."""
+    if not device.copies:
+        return 0.0
+    limited = calibration is not None and calibration.link_bytes_per_s is not None
+    return 1 / device.link if limited or tier not in costs.links else costs.links[tier].seconds_per_byte
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
@@ -238,6 +254,8 @@ def _row(device: str, system: str, result: Result, plain: Result, setup: Setup, 
         "speedup_vs_plain": result.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
         "mean_window": result.mean_window,
         "acceptance": result.accepted / sum(result.windows) if result.windows else None,
+        "proposed": result.proposed,
+        "proposals_kept": result.proposals_kept,
         "swap_bytes": result.swap_bytes,
         "swap_hidden_fraction": result.swap_hidden_fraction,
         "peak_device_kv_bytes": result.peak_kv_bytes,

@@ -11,8 +11,9 @@ _OF_THE_FLEET: Final = ("slow_link", "fast_link", "latency", "sharing", "scatter
 _OF_A_RUN: Final = (
     *("devices", "count", "kv_memory", "host_memory", "hazard", "hazard_turn", "swap", "background", "window", "mode"),
     *("scheduler", "tier", "requests", "rate", "prompt_tokens", "new_tokens", "trace", "prefill", "seed", "search_windows"),
-    "drafters",
+    *("drafters", "proposer", "proposal_share", "proposal_hazard"),
 )
+_OF_A_PROPOSER: Final = ("proposal_share", "proposal_hazard")
 IDLE: Final = (
     IdleFlags(_OF_A_RUN, lambda args: args.compare, "--compare simulates what its file says was measured"),
     IdleFlags(_OF_THE_FLEET, lambda args: args.drafters is None, "it is of the remote scenario, which --drafters asks for"),
@@ -21,6 +22,10 @@ IDLE: Final = (
         lambda args: args.drafters is not None,
         "the remote scenario, which --drafters asks for, has none of it",
     ),
+    IdleFlags(
+        ("proposer",), lambda args: args.drafters is not None, "the remote scenario, which --drafters asks for, has none"
+    ),
+    IdleFlags(_OF_A_PROPOSER, lambda args: args.proposer == "none", "it says how good a --proposer is"),
     IdleFlags(("keep", *_OF_SWAPS), lambda args: args.mode == "plain", "--mode plain drafts nothing"),
     IdleFlags(_OF_SWAPS, lambda args: args.mode == "pinned", "--mode pinned swaps nothing"),
     IdleFlags(("background",), lambda args: args.scheduler == "lockstep", "--scheduler lockstep verifies all together"),

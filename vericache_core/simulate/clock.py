@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.runtime.costs import CostModel, StepLoad
-from vericache_core.runtime.rounds import RoundPricer
+from vericache_core.runtime.direct import MOST_PROPOSALS, DirectPace, GuessBook
+from vericache_core.runtime.rounds import RoundPricer, Situation
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
 from vericache_core.runtime.timeline import Span
 from vericache_core.simulate.request import SimulatedRequest
-
-
-@dataclass
-class Result:
-    """What a simulated run gave. Seconds are virtual.
-
-    Attributes:
-        tokens: committed, of all requests.
-        seconds: from the first arrival to the last token.
-        peak_kv_bytes: most KV on the device at a time, swaps included.
-        swap_seconds: link time of all swaps.
-        exposed_seconds: time that steps waited for them.
-        windows: drafts of every verify.
-        steps: seconds of every step by whether it carried a verify, drafts alone, or else.
-        latencies: from arrival to last token, of each request.
-        first_tokens: from arrival to first token.
-        refused: requests that the queue refused.
-        background: verifies that ran beside the steps of others.
-    """
-
-    tokens: int = 0
-    seconds: float = 0.0
-    peak_kv_bytes: float = 0.0
-    swap_bytes: float = 0.0
-    swap_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    windows: list[int] = field(default_factory=list)
-    accepted: int = 0
-    draft_steps: list[float] = field(default_factory=list)
-    mixed_steps: list[float] = field(default_factory=list)
-    verify_steps: list[float] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-    first_tokens: list[float] = field(default_factory=list)
-    refused: int = 0
-    background: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def swap_hidden_fraction(self) -> float | None:
-        """Share of link time that no step waited for; None without swaps."""
-        return 1 - min(1.0, self.exposed_seconds / self.swap_seconds) if self.swap_seconds else None
-
-    @property
-    def mean_window(self) -> float:
-        """Drafts of a verify on average."""
-        return sum(self.windows) / len(self.windows) if self.windows else 0.0
+from vericache_core.simulate.result import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +25,7 @@ class Flight:
         number: of the request.
         starts: when it began, and ``arrived`` when its last layer has come in, and ``ends`` when that is computed.
         load: share of the device's time that it takes until then.
+        rows: that it computes.
     """
 
     number: int
@@ -79,6 +33,7 @@ class Flight:
     arrived: float
     ends: float
     load: float
+    rows: int
 
 
 class Simulation:
@@ -93,6 +48,11 @@ class Simulation:
             the engine; for requests whose full KV streams in while they verify.
         alongside: factor on the compute of every step from the first background verify on: what a second thread that computes
             costs the first one, whether it works or not.
+        copies: seconds of compute that a swapped byte takes, where the cores that compute copy it; a verify in the background has
+            that in ``alongside``.
+        between: seconds of the host between two steps, for each request that had rows.
+        rows: most rows of a step.
+        guesses: experience of all requests with their proposals, where it is chosen by cost how many the full KV is asked about.
         listener: hears what happens when, as an observer of the engine's loop does; seconds are virtual.
     """
 
@@ -105,10 +65,15 @@ class Simulation:
         lockstep: bool = False,
         background: bool = False,
         alongside: float = 1.0,
+        copies: float = 0.0,
+        between: float = 0.0,
+        rows: int = 512,
+        guesses: GuessBook | None = None,
         listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep = costs, scheduler, lockstep
         self.background, self.alongside, self._listener = background, alongside, listener
+        self.copies, self.between, self._rows, self._guesses = copies, between, rows, guesses
         self.result = Result()
         self.now = 0.0
         self._coming = list(requests)
@@ -150,6 +115,9 @@ class Simulation:
                 self.result.refused += 1
                 continue
             self._requests[request.number] = request
+            if request.lookup is not None and self._guesses is not None:
+                prices = functools.partial(self._direct_prices, request)
+                request.direct = DirectPace(request.lookup, self._guesses, prices, request.prompt)
             if request.controller is not None:
                 self._choose(request)
 
@@ -159,12 +127,23 @@ class Simulation:
             if self._flight is not None and self._flight.number == number:
                 self._wait()
             self._requests[number].preempted()
-        parts = self._without_slow([part for part in plan.parts if not self._requests[part.number].finished])
+        parts = self._without_slow(self._wanted(plan.parts))
         if parts:
             self._run(parts, plan.streams)
         elif self._flight is not None:
             self.result.exposed_seconds += self._wait()
         self.scheduler.done(plan, self.now - started)
+
+    def _wanted(self, parts: Sequence[Part]) -> list[Part]:
+        """Rows of the step, with those of proposals; as in the engine, what comes last finds the room that is left."""
+        wanted: list[Part] = []
+        room = self._rows
+        for part in parts:
+            request = self._requests[part.number]
+            if not request.finished and (room > 0 or request.lookup is None):
+                wanted.append(request.wanted(part, room))
+                room -= wanted[-1].rows
+        return wanted
 
     def _without_slow(self, parts: Sequence[Part]) -> list[Part]:
         """Send at most one verify to the background; returns what is left to run now."""
@@ -189,7 +168,7 @@ class Simulation:
             compute, link = self.costs.compute_seconds(self._load([chosen])) * self.alongside, request.swap_seconds
             # The steps of the others run beside it, so that it gets half of the device.
             seconds = self.costs.overlapped(2 * compute, link)
-            self._flight = Flight(chosen.number, self.now, self.now + link, self.now + seconds, compute / seconds)
+            self._flight = Flight(chosen.number, self.now, self.now + link, self.now + seconds, compute / seconds, chosen.rows)
             self.result.background += 1
             self.result.swap_seconds += link
             self.result.swap_bytes += request.swap_bytes
@@ -201,10 +180,9 @@ class Simulation:
         if flight is None or flight.ends > self.now:
             return
         self._flight = None
-        rows = self._requests[flight.number].drafts + 1
-        self._tell(Span(flight.number, "verify", flight.starts, flight.ends, rows, background=True))
+        self._tell(Span(flight.number, "verify", flight.starts, flight.ends, flight.rows, background=True))
         self._tell(Span(flight.number, "swap", flight.starts, flight.arrived))
-        self._apply(Part(flight.number, "verify", rows))
+        self._apply(Part(flight.number, "verify", flight.rows))
 
     def _tell(self, span: Span) -> None:
         if self._listener is not None:
@@ -232,6 +210,7 @@ class Simulation:
                 request.link_left = request.swap_seconds
                 self.result.swap_seconds += request.link_left
                 self.result.swap_bytes += request.swap_bytes
+                compute += self.copies * request.swap_bytes
         wait = sum(self._requests[number].link_left or 0.0 for number in verifying)
         seconds = self.costs.overlapped(compute, wait) if wait > 0 else compute
         self.result.exposed_seconds += seconds - compute
@@ -246,9 +225,10 @@ class Simulation:
                 request.link_left, left = request.link_left - moved, left - moved
         if not swapping:
             self._step_seconds = compute
-        self.now += seconds
         for part in parts:
-            self._tell(Span(part.number, part.phase, self.now - seconds, self.now, part.rows))
+            self._tell(Span(part.number, part.phase, self.now, self.now + seconds, part.rows))
+        self.now += seconds + self.between * len(parts)
+        for part in parts:
             self._apply(part)
 
     def _beside(self, compute: float) -> float:
@@ -263,9 +243,10 @@ class Simulation:
         read = pairs = 0.0
         for part in parts:
             request = self._requests[part.number]
-            read += request.draft_bytes if part.phase == "draft" else request.full_bytes
+            own = request.draft_bytes if part.phase == "draft" else request.full_bytes
+            read += own
             if part.rows > 1:
-                pairs += part.rows * (request.tokens + part.rows / 2)
+                pairs += part.rows * (own / request.token_bytes + part.rows / 2)
         return StepLoad(sum(part.rows for part in parts), read, pairs)
 
     def _remember(self, parts: Sequence[Part], swapping: Sequence[int], seconds: float) -> None:
@@ -287,11 +268,15 @@ class Simulation:
             request.prefill -= part.rows
             return
         if part.phase == "draft":
-            request.drafts += 1
+            request.draft()
             return
-        drafted, before = request.drafts, request.committed
+        drafted, proposed, before = request.drafts, len(request.proposed), request.committed
         accepted = request.verify()
-        if drafted:
+        if proposed:
+            self.result.proposed += proposed
+            self.result.proposals_kept += accepted
+            accepted = 0  # nothing was drafted
+        elif drafted:
             self.result.windows.append(drafted)
             self.result.accepted += accepted
         self.result.tokens += request.committed - before
@@ -307,9 +292,16 @@ class Simulation:
         request.chosen = request.controller.choose(self._prices(request))
 
     def _prices(self, request: SimulatedRequest) -> tuple[float, ...]:
+        found = self._pricer.prices(self._situation(request))
+        return found if request.direct is None else request.direct.weigh(found)
+
+    def _direct_prices(self, request: SimulatedRequest) -> tuple[float, ...]:
+        return self._pricer.direct_prices(self._situation(request), MOST_PROPOSALS)
+
+    def _situation(self, request: SimulatedRequest) -> Situation:
         running = self.scheduler.running
         swapping = sum(self._requests[other.number].mode == "offloaded" for other in running)
-        return self._pricer.prices(request.situation(max(1, len(running)), swapping, lockstep=self.lockstep))
+        return request.situation(max(1, len(running)), swapping, lockstep=self.lockstep)
 
     def _leave(self) -> int:
         gone = [request for request in self._requests.values() if request.finished]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, GuessBook
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mix, Mode, best_mix
-from vericache_core.runtime.rounds import MOST, WINDOWS
+from vericache_core.runtime.rounds import MOST, WINDOWS, Situation, direct_seconds
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience, WindowController
-from vericache_core.simulate.clock import Result, Simulation
+from vericache_core.simulate.clock import Simulation
+from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.request import Compression, SimulatedRequest, demand
+from vericache_core.simulate.result import Result
 
 Order = Literal["staggered", "lockstep"]
 
@@ -45,6 +48,10 @@ class Setup:
         turns: dealt to requests in turn: hazards of which each holds for ``turn`` tokens; none for the arrivals' own.
         background: with a ring, verifies whose swap takes longer than a step run beside the steps of others.
         alongside: factor on the compute of steps once verifies run beside them.
+        page: tokens that are reserved beyond the length of each cache, since memory comes in pages.
+        copies, between: what a CPU spends on copying swapped bytes, by byte, and between steps, by request.
+        lookups: dealt to requests in turn, what prompt lookup is to them; none for no proposer. How many proposals the full KV
+            is asked about is chosen by cost where windows are, as in the engine, and follows what was accepted lately elsewhere.
         running: requests that run at a time, if there is room; None for as many as look best.
     """
 
@@ -65,6 +72,10 @@ class Setup:
     turn: int = 100
     background: bool = True
     alongside: float = 1.0
+    page: int = 0
+    copies: float = 0.0
+    between: float = 0.0
+    lookups: Sequence[Lookup] = ()
     running: int | None = None
 
 
@@ -105,6 +116,8 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
             seed=setup.seed,
             hazards=setup.turns[number % len(setup.turns)] if setup.turns else (),
             turn=setup.turn,
+            page=setup.page,
+            lookup=setup.lookups[number % len(setup.lookups)] if setup.lookups else None,
         )
         for number, (arrival, mode) in enumerate(zip(setup.arrivals, modes, strict=True))
     ]
@@ -116,8 +129,17 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         lockstep=_in_step(setup),
         background=background,
         alongside=setup.alongside,
+        copies=setup.copies,
+        between=setup.between,
+        rows=setup.rows,
+        guesses=GuessBook() if _direct(setup) else None,
         listener=listener,
     ).run()
+
+
+def _direct(setup: Setup) -> bool:
+    """Whether it is chosen by cost how many proposals the full KV is asked about."""
+    return bool(setup.lookups) and setup.window is None
 
 
 def _in_step(setup: Setup) -> bool:
@@ -156,9 +178,10 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
         hazard = setup.compression.hazard if setup.prior is None else setup.prior.hazard
         needs = demand(like, setup.compression, setup.token_bytes, setup.costs, setup.tier, hazard)
         if needs not in mixes:
+            believed = replace(needs, plain_gain=_plain_gain(setup, needs)) if _direct(setup) else needs
             mixes[needs] = best_mix(
                 setup.costs,
-                needs,
+                believed,
                 len(setup.arrivals),
                 setup.budget.device,
                 lockstep=_in_step(setup),
@@ -175,6 +198,14 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
         owed -= modes[-1] == "pinned"
     swapping = [mix.pinned + mix.offloaded for mix in mixes.values() if mix.offloaded]
     return modes, max(swapping, default=len(modes))
+
+
+def _plain_gain(setup: Setup, needs: Demand) -> float:
+    """How much faster than token by token a plain request is believed to be before any proposal was seen, as in the engine."""
+    requests = int(max(1, min(len(setup.arrivals), setup.budget.device // needs.full_bytes)))
+    situation = Situation(requests, needs.tokens, needs.full_bytes, needs.full_bytes)
+    prices = [direct_seconds(setup.costs, situation, proposals) for proposals in range(MOST_PROPOSALS + 1)]
+    return prices[0] / DirectBelief(GuessBook()).best(prices)[1]
 
 
 def _round_up(tokens: int) -> int:

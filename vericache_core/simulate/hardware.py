@@ -28,6 +28,8 @@ class Device:
         disk: effective, of a local NVMe drive.
         overhead: seconds of a step that are neither reading nor arithmetic.
         alongside: factor on steps once another thread verifies beside them.
+        copies: whether the cores that compute also copy what is swapped in.
+        between: seconds of the host between two steps, for each request that had rows.
         source: where the numbers are from.
     """
 
@@ -40,6 +42,8 @@ class Device:
     disk: float = 6e9
     overhead: float = 0.0
     alongside: float = 1.0
+    copies: bool = False
+    between: float = 0.0
 
 
 DEVICES: Final = {
@@ -82,6 +86,10 @@ DEVICES: Final = {
             # Steps of 3 to 4 draft rows between two background verifies: 57 to 78 ms in 14 runs, median 65, where a calibration
             # says 46. 1.24 of it is what a second OpenMP team costs the first one (docs/log.md).
             alongside=1.4,
+            copies=True,
+            # The pause between steps in traces of idle runs, by request: 0.27 ms with 8 plain ones, 0.3 to 0.4 drafting, 0.4 to
+            # 0.5 with windows and proposals to be chosen, 0.5 with 1 or 2 requests.
+            between=3.5e-4,
         ),
     )
 }

@@ -1,8 +1,8 @@
 """Measured runs beside what the simulator says of them: how far the one is from the other.
 
-The runs are those of ``vericache bench throughput --lines FILE``. What a run knows of its drafts is taken from it: which
-tokens of each answer were drafted wrongly, and how fast its link was. Times and bytes are the simulator's own, from a
-calibration of the machine.
+The runs are those of ``vericache bench throughput --lines FILE``. What a run knows of its drafts and proposals is taken from it
+(:mod:`vericache_core.simulate.rounds`), and how fast its link was. Times and bytes are the simulator's own, from a calibration of
+the machine.
 """
 
 from __future__ import annotations
@@ -12,22 +12,27 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from vericache_core.bench.throughput.lines import parsed_line
 from vericache_core.errors import UsageError
 from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Order, Setup, simulate
 from vericache_core.simulate.hardware import DEVICES
+from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.request import Compression
+from vericache_core.simulate.rounds import lookups, rounds, window, wrong_drafts
 
 RUNS_SCHEMA: Final = "vericache.bench.throughput.runs/1"
+ENGINE_PAGE: Final = 128
+"""Tokens in a page of the engine's caches."""
 UNLIMITED: Final = 1e18
 """Bytes that stand for no budget."""
-_OURS: Final = re.compile(r"(vericache|lockstep|auto)(?: (\S+?))?(?: x(\d+|auto))?")
+_OURS: Final = re.compile(r"(plain|ngram|vericache|lockstep|auto)(?: (\S+?))?(?: x(\d+|auto))?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class MeasuredRow:
         tokens_per_s: median over the repetitions, and so are the share of swap time that was hidden and the peak.
         link: bytes a second of its swaps.
         answers: by request and token, 1.0 where a draft was wrong and 0.0 elsewhere; empty without drafts.
+        lookups: by request, what prompt lookup was to it where the full KV was asked directly; empty without.
         processor: ``cpu`` or ``cuda``, where it ran.
+        drafter: a system whose compressor it has, where its own name does not say.
         drafted: in each round, where that was the same for all but those that the end of the answer cut short; else None.
     """
 
@@ -59,6 +66,14 @@ class MeasuredRow:
     answers: tuple[tuple[float, ...], ...]
     processor: str
     drafted: int | None = None
+    lookups: tuple[Lookup, ...] = ()
+    drafter: str = ""
+
+    @property
+    def kept(self) -> float | None:
+        """What of a prefix the drafts keep, if the name of the system or its drafter says so."""
+        named = re.search(r"keep=([0-9.]+)", f"{self.system} {self.drafter}")
+        return float(named[1]) if named else None
 
 
 @dataclass(frozen=True)
@@ -100,14 +115,16 @@ def read_runs(path: str) -> list[MeasuredRow]:
         if line is not None and line.get("run") is not None:
             found.setdefault((line["workload"], line["system"]), []).append(line)
     try:
-        return [_row(lines, str(head["head"]["device"])) for lines in found.values()]
+        rows = [_row(lines, str(head["head"]["device"])) for lines in found.values()]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--compare {path}: holds runs of another form", cause=repr(error)) from error
+    return [_completed(row, rows) if row.system.split()[0] == "auto" else row for row in rows]
 
 
 def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:
     facts, runs = lines[0]["facts"], [line["run"] for line in lines]
-    rounds = next((run["trace"]["windows"] for run in runs if run["trace"] is not None), ())
+    found = next((rounds(run["trace"]) for run in runs if run["trace"] is not None), [])
+    requests, new_tokens = len(facts["prompt_tokens"]), facts["new_tokens"] - 1
     swapped, seconds = (sum(run[name] or 0.0 for run in runs) for name in ("swap_bytes", "swap_seconds"))
     return MeasuredRow(
         lines[0]["system"],
@@ -120,44 +137,30 @@ def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:
         _median(run["swap_hidden_fraction"] for run in runs),
         _median(run["peak_device_kv_bytes"] for run in runs),
         swapped / seconds if seconds else None,
-        _answers(rounds, len(facts["prompt_tokens"]), facts["new_tokens"]),
+        wrong_drafts(found, requests, new_tokens),
         processor,
-        _window(rounds, facts["new_tokens"]),
+        window(found, new_tokens),
+        lookups(found, requests, new_tokens),
     )
+
+
+def _completed(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> MeasuredRow:
+    """An ``auto`` row with what others of its workload know of drafts, proposals and a link that it chose to do without."""
+    _, _, compressor = row.system.partition(" ")
+    same = [other for other in rows if other.workload == row.workload]
+    drafting = [other for other in same if other.answers and other.kept is not None and compressor in other.system]
+    looking = [other for other in (row, *same) if other.lookups]
+    if drafting and not row.answers:
+        row = replace(row, answers=drafting[0].answers)
+    if drafting and row.kept is None:
+        row = replace(row, drafter=drafting[0].system)
+    links = [other.link for other in (row, *same) if other.link is not None]
+    return replace(row, link=links[0] if links else None, lookups=looking[0].lookups if looking else ())
 
 
 def _median(values: Iterable[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None
-
-
-def _answers(rounds: Sequence[Sequence[Any]], requests: int, new_tokens: int) -> tuple[tuple[float, ...], ...]:
-    """By request and token 1.0 where a draft was wrong and 0.0 elsewhere, from ``(at, request, drafted, accepted)``.
-
-    A round commits what was accepted and one token more, and if not all was accepted it is that one that was drafted wrongly.
-    """
-    if not rounds:
-        return ()
-    wrong = [[0.0] * new_tokens for _ in range(requests)]
-    committed = [0] * requests
-    for _, request, drafted, accepted in rounds:
-        at = committed[request] + accepted
-        if accepted < drafted and at < new_tokens:
-            wrong[request][at] = 1.0
-        committed[request] = at + 1
-    return tuple(map(tuple, wrong))
-
-
-def _window(rounds: Sequence[Sequence[Any]], new_tokens: int) -> int | None:
-    """The window of ``rounds`` as for :func:`_answers`, None if it changed."""
-    most = max((drafted for _, _, drafted, _ in rounds), default=0)
-    committed: dict[int, int] = {}
-    for _, request, drafted, accepted in rounds:
-        at = committed.get(request, 1)  # a first token came with the prefill
-        if drafted < min(most, new_tokens - at - 1):
-            return None
-        committed[request] = at + accepted + 1
-    return most or None
 
 
 def compare(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ring: int) -> Compared:
@@ -180,41 +183,46 @@ def compare(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, r
 def _setup(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ring: int) -> Setup | str:
     """What to simulate, or why nothing."""
     ours = _OURS.fullmatch(row.system)
-    if row.system != "plain" and ours is None:
+    if ours is None:
         return "not a system that the simulator knows"
+    kind, _, chosen = ours.groups()
+    if kind in ("vericache", "lockstep") and not row.answers:
+        return "its runs hold no rounds of drafts"
+    if kind == "ngram" and not row.lookups:
+        return "its runs hold no rounds of proposals"
+    copies = 0.0
     if row.link is not None and row.tier is not None:
+        copies = costs.links[row.tier].seconds_per_byte if row.processor == "cpu" else 0.0
         costs = replace(costs, links={**costs.links, row.tier: Link(0.0, 1 / row.link)})
     tokens = sum(prompt + row.new_tokens for prompt in row.prompts)
     budget = UNLIMITED if row.budget_share is None else row.budget_share * tokens * token_bytes
-    wrong = sum(map(sum, row.answers)) / max(1, sum(map(len, row.answers)))
     # The first token of an answer comes with its prefill, which is no part of the time.
     arrivals = [Arrival(0.0, prompt + 1, row.new_tokens - 1) for prompt in row.prompts]
-    mode: Mode | str = "plain"
-    window: int | None = None
-    order: Order = "staggered"
-    if ours is not None:
-        if not row.answers:
-            return "its runs hold no rounds of drafts"
-        kind, compressor, chosen = ours.groups()
-        mode = "auto" if kind == "auto" else "pinned" if row.tier is None else "offloaded"
-        window = None if kind == "auto" or chosen == "auto" else row.drafted if chosen is None else int(chosen)
-        named = re.search(r"keep=([0-9.]+)", compressor or "")
-        keep = float(named[1]) if named else keep
-        # As the engine's own "auto": nothing swapped, and all windows alike.
-        order = "lockstep" if kind == "lockstep" or (row.tier is None and window is not None) else "staggered"
+    mode: Mode | Literal["auto"] = "auto" if kind == "auto" else "pinned" if row.tier is None else "offloaded"
+    window: int | None = None if kind == "auto" or chosen == "auto" else row.drafted if chosen is None else int(chosen)
+    if kind in ("plain", "ngram"):
+        mode, window = "plain", 0
+    # As the engine's own "auto": nothing swapped, and all windows alike.
+    order: Order = "lockstep" if kind == "lockstep" or (row.tier is None and window is not None) else "staggered"
+    cpu = DEVICES["cpu-2"]
     return Setup(
         costs,
         token_bytes,
         Bytes(budget),
         arrivals,
-        Compression(keep, wrong, row.tier != "disk", ring if row.tier is not None else 0),
-        mode,  # type: ignore[arg-type]
+        Compression(row.kept or keep, Prior().hazard, row.tier != "disk", ring if row.tier is not None else 0),
+        mode,
         window,
         order,
         row.tier or "host",
+        prior=Prior(),  # the engine's, before it has seen a draft
         rows=max(costs.shapes),
         turns=row.answers,
         turn=1,
-        alongside=DEVICES["cpu-2"].alongside if row.processor == "cpu" else 1.0,
+        alongside=cpu.alongside if row.processor == "cpu" else 1.0,
+        page=ENGINE_PAGE,
+        copies=copies,
+        between=cpu.between if row.processor == "cpu" else 0.0,
+        lookups=row.lookups if kind in ("auto", "ngram") else (),
         running=None if mode == "auto" else len(arrivals),
     )

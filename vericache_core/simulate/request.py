@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
+from vericache_core.runtime.direct import DirectPace
 from vericache_core.runtime.modes import Demand, Mode
 from vericache_core.runtime.rounds import MOST, Situation
-from vericache_core.runtime.schedulable import Bytes
+from vericache_core.runtime.schedulable import Bytes, Part
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import WindowController
+from vericache_core.simulate.lookup import Lookup, SimulatedLookup, agreed
+
+UNSEEN_STEPS = 4
+"""Draft steps without proposals that a request's own are averaged with, as in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,10 @@ class SimulatedRequest:
     Attributes:
         chosen: drafts of the round under way, by its controller or for good.
         away: its verify is in the background.
+        token_bytes: of full KV per token.
+        lookup: proposes tokens, if it has a proposer.
+        direct: says how many of them the full KV is asked about; None where that follows what was accepted lately.
+        proposed: proposals that the full KV is asked about in the verify under way.
     """
 
     def __init__(
@@ -56,20 +65,27 @@ class SimulatedRequest:
         seed: int,
         hazards: Sequence[float] = (),
         turn: int = 100,
+        page: int = 0,
+        lookup: Lookup | None = None,
     ) -> None:
         self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
         self.mode, self.tier, self.controller, self.chosen = mode, tier, controller, window
         self.away = False
         self.prompt, self.new_tokens = arrival.prompt_tokens, arrival.new_tokens
         self._hazards = hazards or (compression.hazard if arrival.hazard is None else arrival.hazard,)
-        self._turn = turn
+        self._turn, self._page = turn, page
         self.prefill = self.prompt if prefill else 0
         self.committed = 0
         self.drafts = 0
         self.link_left: float | None = None
         self.first_token_at: float | None = None
-        self._compression, self._token_bytes, self._costs = compression, token_bytes, costs
+        self._compression, self.token_bytes, self._costs = compression, token_bytes, costs
         self._numbers = random.Random(f"{seed} {number}")  # noqa: S311  (a simulation, no secret)
+        apart = random.Random(f"{seed} {number} lookup")  # noqa: S311  (so that drafts are the same with and without)
+        self.lookup = None if lookup is None else SimulatedLookup(lookup, self.prompt, apart)
+        self.direct: DirectPace | None = None
+        self.proposed: list[int] = []
+        self._draft_steps = self._draft_rows = self._step_drafts = 0
 
     # -- what schedulers read ------------------------------------------------------------------------
 
@@ -96,8 +112,8 @@ class SimulatedRequest:
     @property
     def holds(self) -> Bytes:
         """See the protocol."""
-        full = (self.prompt + self.new_tokens) * self._token_bytes
-        draft = self._draft_bytes(self.new_tokens)
+        full = (self.prompt + self.new_tokens + self._page) * self.token_bytes
+        draft = self._draft_bytes(self.new_tokens + self._page)
         if self.mode == "plain":
             return Bytes(full, 0.0, 0.0)
         if self.mode == "pinned":
@@ -129,7 +145,7 @@ class SimulatedRequest:
     @property
     def full_bytes(self) -> float:
         """Bytes of its full KV."""
-        return self.tokens * self._token_bytes
+        return self.tokens * self.token_bytes
 
     @property
     def draft_bytes(self) -> float:
@@ -159,30 +175,79 @@ class SimulatedRequest:
         return self.draft_bytes + (self.full_bytes if self.mode == "pinned" else 0.0)
 
     def _draft_bytes(self, committed: int) -> float:
-        return (self.prompt * self._compression.keep + committed) * self._token_bytes
+        return (self.prompt * self._compression.keep + committed) * self.token_bytes
 
     def _swap_bytes(self, committed: int) -> float:
         if self.mode != "offloaded":
             return 0.0
-        full = (self.prompt + committed) * self._token_bytes
+        full = (self.prompt + committed) * self.token_bytes
         return full - self._draft_bytes(committed) if self._compression.delta else full
 
     def _resident(self, committed: int) -> float:
         if self.mode != "offloaded":
             return 0.0
-        full = (self.prompt + committed) * self._token_bytes
+        full = (self.prompt + committed) * self.token_bytes
         return on_device(self._compression, self._costs, full, self._swap_bytes(committed))
 
     # -- rounds --------------------------------------------------------------------------------------
 
+    @property
+    def text(self) -> range:
+        """Its tokens, as a lookup knows them."""
+        return range(self.prompt + self.committed)
+
+    def wanted(self, part: Part, room: int) -> Part:
+        """``part`` of a plan with the proposals that it carries as well, ``room`` rows at most.
+
+        A plain token of a request whose full KV is not on the device is a verify of nothing: it has to be swapped in.
+        """
+        if part.phase == "prefill":
+            return part
+        if part.phase == "draft":
+            most = min(self.chosen, self.most) - self.drafts - 1
+            self.proposed = self._propose(min(most, room - 1))
+            return Part(part.number, "draft", 1 + len(self.proposed))
+        if self.drafts:
+            return part
+        self.proposed = self._propose(min(self.most, room - 1), directly=True)
+        verifies = self.proposed or part.phase == "verify" or self.mode == "offloaded"
+        return Part(part.number, "verify" if verifies else "decode", 1 + len(self.proposed))
+
+    def _propose(self, most: int, *, directly: bool = False) -> list[int]:
+        if self.lookup is None or most < 1:
+            return []
+        if directly and self.direct is not None:
+            return self.direct.propose(self.text, most)
+        return self.lookup.propose(self.text, range(self.drafts), most)
+
+    def draft(self) -> None:
+        """One token more is drafted, and as many before it as were proposed and the drafter would have drafted itself.
+
+        The drafter is taken to agree with a proposal that is right and with no other.
+        """
+        held = agreed(self.proposed, len(self.text) + self.drafts)
+        self._told(held)
+        self.drafts += held + 1
+        self._draft_steps += 1
+        self._draft_rows += 1 + len(self.proposed)
+        self._step_drafts += held + 1
+        self.proposed = []
+
     def verify(self) -> int:
-        """Verify what is drafted; returns how many drafts were accepted. One token more is committed."""
-        accepted = 0
+        """Verify what is drafted or proposed; returns how many tokens were accepted. One token more is committed."""
+        accepted = agreed(self.proposed, len(self.text))
+        self._told(accepted)
         while accepted < self.drafts and self._numbers.random() >= self.hazard(self.committed + accepted):
             accepted += 1
         self.committed += accepted + 1
-        self.drafts, self.link_left, self.away = 0, None, False
+        self.drafts, self.proposed, self.link_left, self.away = 0, [], None, False
+        if self.direct is not None:
+            self.direct.round_ended(self.text)
         return accepted
+
+    def _told(self, held: int) -> None:
+        if self.proposed and self.lookup is not None:
+            self.lookup.told(len(self.proposed), held)
 
     def hazard(self, token: int) -> float:
         """Of a draft for that token of the answer."""
@@ -191,7 +256,16 @@ class SimulatedRequest:
     def situation(self, requests: int, swapping: int, *, lockstep: bool) -> Situation:
         """What the window controller's prices depend on."""
         return Situation(
-            requests, self.tokens, self.full_bytes, self.draft_bytes, self.swap_bytes, self.tier, max(1, swapping), lockstep
+            requests,
+            self.tokens,
+            self.full_bytes,
+            self.draft_bytes,
+            self.swap_bytes,
+            self.tier,
+            max(1, swapping),
+            lockstep,
+            (self._step_drafts + UNSEEN_STEPS) / (self._draft_steps + UNSEEN_STEPS),
+            (self._draft_rows - self._draft_steps) / (self._draft_steps + UNSEEN_STEPS),
         )
 
     @property
@@ -202,6 +276,7 @@ class SimulatedRequest:
     def preempted(self) -> None:
         """Everything it held is gone and will be computed again."""
         self.prefill, self.drafts, self.link_left, self.away = self.prompt + self.committed, 0, None, False
+        self.proposed = []
 
 
 def on_device(compression: Compression, costs: CostModel, full: float, swap: float) -> float:
