@@ -19,7 +19,7 @@ from vericache_core.simulate.rounds import Round, lookups, rounds, window, wrong
 
 def test_what_was_committed_is_counted_over_drafts_proposals_and_plain_tokens() -> None:
     trace = {
-        # Of request 1: two drafts and their verify, a plain token, proposals, a verify in the background, one of no drafts there.
+        # Request 1: two drafts and their verify, a plain token, proposals, two verifies in the background, one of no drafts.
         "phases": [
             [0.0, 1.0, 1, "draft"],
             [0.0, 2.0, 0, "prefill"],

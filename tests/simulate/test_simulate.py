@@ -12,10 +12,10 @@ from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival, poisson
-from vericache_core.simulate.result import Result
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.hardware import DEVICES, MODELS, cost_model
 from vericache_core.simulate.request import Compression
+from vericache_core.simulate.result import Result
 
 PLENTY = 1e15
 

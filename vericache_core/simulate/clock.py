@@ -48,11 +48,11 @@ class Simulation:
             the engine; for requests whose full KV streams in while they verify.
         alongside: factor on the compute of every step from the first background verify on: what a second thread that computes
             costs the first one, whether it works or not.
-        copies: seconds of compute that a swapped byte takes, where the cores that compute copy it; a verify in the background has
-            that in ``alongside``.
+        copies: seconds of compute that a swapped byte takes, where the cores that compute copy it; ``alongside`` has it for
+            verifies in the background.
         between: seconds of the host between two steps, for each request that had rows.
         rows: most rows of a step.
-        guesses: experience of all requests with their proposals, where it is chosen by cost how many the full KV is asked about.
+        guesses: experience of all requests with their proposals; None where their number is not chosen by cost.
         listener: hears what happens when, as an observer of the engine's loop does; seconds are virtual.
     """
 

@@ -50,8 +50,8 @@ class Setup:
         alongside: factor on the compute of steps once verifies run beside them.
         page: tokens that are reserved beyond the length of each cache, since memory comes in pages.
         copies, between: what a CPU spends on copying swapped bytes, by byte, and between steps, by request.
-        lookups: dealt to requests in turn, what prompt lookup is to them; none for no proposer. How many proposals the full KV
-            is asked about is chosen by cost where windows are, as in the engine, and follows what was accepted lately elsewhere.
+        lookups: dealt to requests in turn, what prompt lookup is to them; none for no proposer. How many proposals the full
+            KV is asked about is chosen by cost where windows are, as in the engine; else it follows what was accepted lately.
         running: requests that run at a time, if there is room; None for as many as look best.
     """
 

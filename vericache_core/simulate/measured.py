@@ -1,8 +1,8 @@
 """Measured runs beside what the simulator says of them: how far the one is from the other.
 
 The runs are those of ``vericache bench throughput --lines FILE``. What a run knows of its drafts and proposals is taken from it
-(:mod:`vericache_core.simulate.rounds`), and how fast its link was. Times and bytes are the simulator's own, from a calibration of
-the machine.
+(:mod:`vericache_core.simulate.rounds`), and how fast its link was. Times and bytes are the simulator's own, from a calibration
+of the machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a measured run knows of its drafts and proposals: its rounds, and which tokens they had right.
 
-All tables are by token of the measured part of an answer: the first token comes with the prefill and is no part of it. Runs of a
-workload write the same tokens, whatever drafts them, so a table of one run holds for another.
+All tables are by token of the measured part of an answer: the first token comes with the prefill and is no part of it. Runs
+of a workload write the same tokens, whatever drafts them, so a table of one run holds for another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rounds(trace: Mapping[str, Any]) -> list[Round]:
 
 
 def window(found: Sequence[Round], new_tokens: int) -> int | None:
-    """The window of ``found``, None if it changed or nothing was drafted; ends of answers of ``new_tokens`` tokens cut it short."""
+    """The window of ``found``, None if it changed or nothing was drafted; ends of answers may cut it short."""
     drafted = [each for each in found if each.compressed]
     most = max((each.drafted for each in drafted), default=0)
     whole = all(each.drafted >= min(most, new_tokens - each.at - 1) for each in drafted)
