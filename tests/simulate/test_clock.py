@@ -8,7 +8,7 @@ from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import Mode
-from vericache_core.runtime.schedulable import Part, StepPlan
+from vericache_core.runtime.schedulable import Bytes, Part, StepPlan
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.clock import Simulation
 from vericache_core.simulate.request import Compression, SimulatedRequest
@@ -17,8 +17,8 @@ COSTS = CostModel({8: 1.0}, read=0.001, pair=0.01, links={"host": Link(0.0, 0.01
 
 
 class Scripted(LockstepScheduler):
-    def __init__(self, plans: list[StepPlan]) -> None:
-        super().__init__()
+    def __init__(self, plans: list[StepPlan], device: float) -> None:
+        super().__init__(Bytes(device))
         self.plans = plans
 
     def plan(self, now: float) -> StepPlan:
@@ -26,7 +26,9 @@ class Scripted(LockstepScheduler):
         return self.plans.pop(0) if self.plans else StepPlan()
 
 
-def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2, **more: float) -> Simulation:
+def simulation(
+    plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2, device: float = 1e9, **more: float
+) -> Simulation:
     """Requests of 100 tokens, a byte a token: 50 bytes of draft KV, and 50 to swap in, half a second of link time."""
     requests = [
         SimulatedRequest(
@@ -44,7 +46,7 @@ def simulation(plans: list[StepPlan], mode: Mode = "offloaded", count: int = 2, 
         )
         for number in range(count)
     ]
-    found = Simulation(COSTS, Scripted(plans), requests, **more)  # type: ignore[arg-type]
+    found = Simulation(COSTS, Scripted(plans, device), requests, **more)  # type: ignore[arg-type]
     with pytest.raises(VeriCacheError, match="stands still"):
         found.run()
     return found
@@ -95,6 +97,16 @@ def test_a_plain_token_of_offloaded_kv_is_swapped_in() -> None:
     assert found.now == pytest.approx(1.0 + 100 * 0.001 + 0.05)
     assert found.result.swap_seconds == pytest.approx(0.5)
     assert found._requests[0].committed == 1
+
+
+def test_plain_tokens_of_offloaded_kv_that_have_no_room_together_take_turns() -> None:
+    """Each holds 100 bytes of draft KV at its greatest length, and lacks 50 of its full KV."""
+    both = StepPlan(parts=(Part(0, "decode", 1), Part(1, "decode", 1)))
+    tokens = []
+    for device in (299.0, 300.0):
+        found = simulation([both], device=device)
+        tokens.append([found._requests[number].committed for number in (0, 1)])
+    assert tokens == [[1, 0], [1, 1]]
 
 
 def test_pages_are_reserved_beyond_the_length() -> None:

@@ -180,7 +180,8 @@ def test_a_ring_of_layers_holds_little_and_hides_less() -> None:
     )
     drafts = 8 * (30_000 * 0.2 + 200) * MODELS["qwen-32b"].token_bytes
     swap = 0.8 * 30_000 * MODELS["qwen-32b"].token_bytes
-    assert ring.peak_kv_bytes <= drafts + 2 * 4 / 64 * 1.05 * swap
+    # Rings hold whole layers. Two verify at a time, and plain last tokens of others are swapped in beside them.
+    assert ring.peak_kv_bytes <= drafts + 3 * 4 / 64 * 1.05 * swap
     assert ahead.peak_kv_bytes > drafts * 0.9 + swap
     assert ring.swap_hidden_fraction is not None
     assert ahead.swap_hidden_fraction is not None

@@ -140,10 +140,20 @@ class Simulation:
         room = self._rows
         for part in parts:
             request = self._requests[part.number]
-            if not request.finished and (room > 0 or request.lookup is None):
-                wanted.append(request.wanted(part, room))
-                room -= wanted[-1].rows
+            if request.finished or (room < 1 and request.lookup is not None):
+                continue
+            asked = request.wanted(part, room)
+            if asked.phase == "verify" and part.phase == "decode" and self._crowded(request, wanted):
+                continue
+            wanted.append(asked)
+            room -= asked.rows
         return wanted
+
+    def _crowded(self, request: SimulatedRequest, others: Sequence[Part]) -> bool:
+        """Whether ``request`` finds no room to be swapped in beside ``others`` of its step."""
+        taken = sum(self._requests[part.number].transient for part in others if part.phase == "verify")
+        held = sum(running.holds.device for running in self.scheduler.running)
+        return taken > 0 and taken + request.transient > self.scheduler.budget.device - held
 
     def _without_slow(self, parts: Sequence[Part]) -> list[Part]:
         """Send at most one verify to the background; returns what is left to run now."""
