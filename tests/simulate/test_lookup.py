@@ -140,6 +140,17 @@ def test_requests_share_the_rows_of_a_step() -> None:
     assert run(costs, **facts).seconds == 3
 
 
+def test_a_drafter_rests_where_asking_directly_is_cheaper() -> None:
+    """Full rows read three times as much as drafts, of which all are right, too; proposals need no draft step."""
+    costs = CostModel({1: 0.1, 128: 0.1}, 1e-4, 0.0, LINKS)
+    facts: dict[str, Any] = {"mode": "pinned", "window": None, "compression": Compression(0.3, 0.0), "seed": 3}
+    drafted = run(costs, arrivals=[Arrival(0.0, 3000, 200)], **facts)
+    asked = run(costs, arrivals=[Arrival(0.0, 3000, 200)], lookups=[Lookup((1.0,), (0.0,))], **facts)
+    assert sum(drafted.windows) > 100 > sum(asked.windows)
+    assert asked.proposed > 100
+    assert asked.seconds < drafted.seconds
+
+
 def test_modes_are_chosen_with_what_proposals_are_hoped_to_gain() -> None:
     """A compressor whose drafts gain a little over plain tokens, and less than proposals do."""
     costs = CostModel({1: 0.1, 32: 0.1, 128: 1.0}, 1e-4, 1e-7, LINKS)
