@@ -257,7 +257,7 @@ class DraftKV:
         return True
 
     def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:
-        """Exact rows on the device; see :class:`vericache_core.cache.full.ExactRows`."""
+        """Exact rows on the device; see :class:`vericache_core.cache.streaming.ExactRows`."""
         if layer not in self._pages:
             return None
         pages, surviving = self._pages[layer], self._maps[layer]

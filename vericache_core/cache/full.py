@@ -7,44 +7,21 @@ and counts for nothing, so a step that fails can simply be run again.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vericache_core.cache.move import Index, copy_rows
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page
 from vericache_core.cache.ring import SwapRing
+from vericache_core.cache.streaming import StreamedLayers
 from vericache_core.cache.tiers import DiskStore, HostStore, TierStore
 from vericache_core.kv import LayerDescriptor
 
 
-class ExactRows(Protocol):
-    """Exact rows that another cache already holds on the device (survivors and tail of the draft KV)."""
-
-    def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:
-        """``(pages, per KV head (index in pages, logical position))``, or None if nothing exact is held."""
-
-    def missing(self, layer: int, tokens: int) -> Sequence[Index] | None:
-        """Per KV head the positions below ``tokens`` that are not held; None means all of them."""
-
-
-class FullKV:
+class FullKV(StreamedLayers):
     """See the module docstring.
-
-    Attributes:
-        tokens: rows that count.
-        unwanted: :meth:`abort` was called, so a load that fails is no fault of the tier.
-        link_seconds: time that loads took so far, of ``link_bytes`` bytes, and ``waited_seconds`` that a step stood
-            still for them; loads that did not come to their end are in none of them.
-        loads: ``(layer, from, to)`` of the newest step's loads, by ``time.perf_counter``.
 
     Args:
         layers: descriptors of the model.
@@ -67,26 +44,13 @@ class FullKV:
         ring: SwapRing,
         swap_dir: str | None = None,
     ) -> None:
-        self.layers, self.device, self.tier = tuple(layers), device, tier
-        self.tokens = 0
-        self.pinned = frozenset(pinned)
         offloaded = [layer for layer in layers if tier != "device" and layer.index not in pinned]
-        self._offloaded = [layer.index for layer in offloaded]
-        self._device = {layer.index: PagedRows(layer, device) for layer in layers if layer.index not in self._offloaded}
-        self._ring = ring
-        self._store: TierStore | None = None
+        store: TierStore | None = None
         if offloaded:
-            link = ring.link
-            self._store = HostStore(offloaded, device, link) if tier == "host" else DiskStore(offloaded, swap_dir, link)
-        self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
-        self._queue: deque[int] = deque()
-        self._stop = threading.Event()  # of the loads of one step; ``unwanted`` is of those of every step
-        self.unwanted = False
-        self._exact: ExactRows | None = None
-        self._room = 0
-        self.link_seconds = self.waited_seconds = 0.0
-        self.link_bytes = 0
-        self.loads: list[tuple[int, float, float]] = []
+            store = HostStore(offloaded, device, ring.link) if tier == "host" else DiskStore(offloaded, swap_dir, ring.link)
+        super().__init__(layers, [layer.index for layer in offloaded], ring, store)
+        self.device, self.tier, self.pinned = device, tier, frozenset(pinned)
+        self._device = {layer.index: PagedRows(layer, device) for layer in layers if layer.index not in self._offloaded}
 
     def make_room(self, rows: int) -> None:
         """Make room for ``rows`` rows at once on layers that stay on the device; without it they grow page by page."""
@@ -111,104 +75,20 @@ class FullKV:
         self.tokens = rows
 
     @property
-    def offloaded(self) -> tuple[int, ...]:
-        """Layers whose rows rest on another tier."""
-        return tuple(self._offloaded)
-
-    @property
     def device_bytes(self) -> int:
         """Device bytes that stay between steps (without ring slots)."""
         return sum(rows.nbytes for rows in self._device.values())
-
-    @property
-    def tier_bytes(self) -> int:
-        return 0 if self._store is None else self._store.nbytes
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes swapped in so far."""
-        return 0 if self._store is None else self._store.moved_bytes
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that the device gave to the tier so far; what a prefix store gave to it is not among them."""
-        return 0 if self._store is None else self._store.written_bytes
 
     def device_pages(self, layer: int) -> PagedRows:
         """Pages of a layer that stays on the device. Rows from ``tokens`` on are scratch for drafts."""
         return self._device[layer]
 
-    def open(self, rows: int, exact: ExactRows | None = None) -> None:
-        """Prepare a step that appends up to ``rows`` rows; loading of the first layers starts now.
-
-        ``exact`` names rows that are on the device already and need not move.
-        """
-        self.close_step()
-        self._stop = threading.Event()
-        if self.unwanted:  # read after the event is in place: whoever aborts does it the other way round
-            self._stop.set()
-        self.loads = []
-        self._room, self._exact = rows, exact
-        self._queue = deque(self._offloaded)
-        for _ in range(self._ring.layers):
-            self._load_next()
-
     def pages(self, layer: int) -> PagedRows:
-        """Rows ``[0, tokens)`` of ``layer``, with room for the step's rows; waits for the swap.
-
-        Raises:
-            SwapError: the tier could not be read.
-        """
-        if layer in self._device:
-            return self._device[layer]
-        slot, loaded = self._slots[layer]
-        started = time.perf_counter()
-        loaded.result()
-        self.waited_seconds += time.perf_counter() - started
-        return slot
+        return self._device[layer] if layer in self._device else super().pages(layer)
 
     def wrote(self, layer: int, rows: int) -> None:
-        """The step has stored ``rows`` new rows of ``layer`` in its pages: persist them, free the slot.
-
-        Raises:
-            SwapError: the tier could not be written.
-        """
-        if layer in self._device:
-            return
-        slot, _ = self._slots[layer]
-        assert self._store is not None
-        self._store.write(self.layers[layer], self.tokens, rows, slot)
-        del self._slots[layer]
-        self._ring.release(slot)
-        self._load_next()
-
-    def close_step(self) -> None:
-        """End a step, finished or failed: no load is in flight and no slot is held afterwards.
-
-        Loads that nobody took are stopped; they do not come to their end, which may be minutes away on a slow link.
-        """
-        self._queue.clear()
-        self._stop.set()
-        wait([loaded for _, loaded in self._slots.values() if not loaded.cancel()])
-        for slot, _ in self._slots.values():
-            self._ring.release(slot)
-        self._slots.clear()
-        self._exact = None
-
-    def abort(self) -> None:
-        """Stop loads in flight and let later ones fail with ``SwapError``; from any thread, also while a step runs."""
-        self.unwanted = True
-        self._stop.set()
-
-    @contextmanager
-    def aborted(self) -> Iterator[None]:
-        """As :meth:`abort`, until the block is left; what was unwanted before stays so."""
-        before = self.unwanted
-        self.abort()
-        try:
-            yield
-        finally:
-            self.unwanted = before
+        if layer not in self._device:
+            super().wrote(layer, rows)
 
     def advance(self, rows: int, keep_window: bool = False) -> None:
         """Keep the next ``rows`` rows that the last step wrote.
@@ -317,39 +197,6 @@ class FullKV:
         self._device = {}
         if self._store is not None:
             self._store.close()
-
-    def _load_next(self) -> None:
-        if not self._queue:
-            return
-        layer = self._queue.popleft()
-        slot = self._ring.acquire(self.layers[layer], self.tokens + self._room, self)
-        exact, tokens, stop = self._exact, self.tokens, self._stop
-        self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact, stop)))
-
-    def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
-        started, before = time.perf_counter(), self.moved_bytes
-        self._fill(layer, slot, tokens, exact, stop)
-        # Only now: who learns the link's speed from these would be misled by a load with bytes or time of one half.
-        ended = time.perf_counter()
-        self.link_seconds += ended - started
-        self.link_bytes += self.moved_bytes - before
-        self.loads.append((layer, started, ended))
-
-    def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
-        assert self._store is not None
-        if tokens == 0:
-            return
-        missing = None if exact is None else exact.missing(layer, tokens)
-        rest = self._store.read(self.layers[layer], tokens, slot, missing, stop)
-        if rest is None or exact is None:
-            return
-        held = exact.held(layer)
-        assert held is not None
-        pages, per_head = held
-        for head, (index, position) in enumerate(per_head):
-            wanted = rest[head]
-            at = position.searchsorted(wanted)
-            copy_rows(pages, index[at], slot, wanted, head)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the layers disagree on the length."""
