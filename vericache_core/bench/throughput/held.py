@@ -73,10 +73,13 @@ class HeldEngine(Engine):
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         return self._request(list(prompt.token_ids), params, compressor, False, company)
 
-    def begin(self, request: Request, source: FullKV | None) -> None:
-        """Prefill: it then has its first token, and its compressed KV if it drafts; the loop does not know it."""
+    def begin(self, request: Request, source: FullKV) -> None:
+        """Prefill, from the rows of ``source`` where they do.
+
+        The request then has its first token, and its compressed KV if it drafts; the loop does not know it.
+        """
         needs = None if request.compressor is None else request.compressor.needs
-        if source is not None and not (needs is not None and needs.attention_mass):
+        if needs is None or not needs.attention_mass:
             copy_prefix(source, request.full, request.prompt_tokens - max(1, 0 if needs is None else needs.queries))
         self._run_alone(request, lambda: bool(request.generated) or request.finished)
 
