@@ -33,7 +33,7 @@ VLLM       := integrations/vllm
 SCALEOUT   ?= .venv-scaleout
 SCALED     := $(SCALEOUT)/.installed
 
-.PHONY: demo install ci test test-slow test-oldest test-scaleout lint types pytest format clean
+.PHONY: demo install ci test test-slow test-oldest test-scaleout faults lint types pytest format clean
 
 demo: $(STAMP)
 	$(BIN)/vericache generate $(DEMO_FLAGS) $(addprefix --file ,$(CONTEXT)) "$(QUESTION)"
@@ -67,6 +67,10 @@ pytest: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# The fault table in docs/faults.md out of the tests, slow ones too; fails if a row has no test or anything went wrong.
+faults: $(STAMP)
+	$(BIN)/python -m pytest -q -m fault -n $(WORKERS) --fault-table docs/faults.md tests
 
 # The same tests on the oldest transformers, in an environment of their own.
 test-oldest:

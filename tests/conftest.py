@@ -16,8 +16,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.fault_table import pytest_addoption, pytest_configure, tally
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.testing import isolated_registry, on_path
+
+__all__ = ["pytest_addoption", "pytest_configure", "tally"]  # the fault table: hooks and a fixture
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

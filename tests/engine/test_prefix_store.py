@@ -294,6 +294,7 @@ def test_a_tier_that_fails_while_it_is_filled_is_recovered_from(policy: str, tmp
     ours.close()
 
 
+@pytest.mark.fault("permission", "a file in place of the folder, under an engine")
 def test_a_store_that_cannot_be_used_is_a_recorded_degradation(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"not a folder")
     ids = prompt(200)
@@ -308,6 +309,7 @@ def test_a_store_that_cannot_be_used_is_a_recorded_degradation(tmp_path: Path) -
     ours.close()
 
 
+@pytest.mark.fault("identity", "under an engine")
 def test_another_model_tenant_or_arithmetic_loads_nothing(tmp_path: Path) -> None:
     ids, store = prompt(300), url(tmp_path)
     first = engine(prefix_store=store)
@@ -383,6 +385,7 @@ def test_what_comes_too_fast_is_dropped_and_saved_next_time(tmp_path: Path, monk
     ours.close()
 
 
+@pytest.mark.fault("hang", "a store under an engine")
 @pytest.mark.parametrize("call", ["contains", "get", "put"])
 def test_a_store_that_hangs_is_given_up_on(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that never comes back costs the deadline once; the request goes on without the store."""

@@ -129,6 +129,7 @@ def test_other_steering_has_other_compressed_kv(tmp_path: Path) -> None:
         ours.close()
 
 
+@pytest.mark.fault("flip", "compressed KV damaged or gone, under an engine")
 @pytest.mark.parametrize("how", ["bit", "cut", "full KV in its place", "gone"])
 def test_damaged_compressed_kv_costs_its_compression_and_heals(how: str, tmp_path: Path) -> None:
     ids = prompt(300)

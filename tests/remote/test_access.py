@@ -12,8 +12,20 @@ import pytest
 import torch
 
 from tests.engine.faulty import spec
+from tests.fault_table import Tally
 from tests.models import model
-from tests.remote.stores import PREFIX, TOKEN, drafter, other_model, plain, prompts, same, store
+from tests.remote.stores import (
+    PREFIX,
+    TOKEN,
+    drafter,
+    other_model,
+    plain,
+    prompts,
+    same,
+    store,
+    store_engine,
+    token_file,
+)
 from vericache_core.builtin import IdentityCompressor
 from vericache_core.cli import main as cli
 from vericache_core.errors import ConfigError, RemoteRefused, UsageError
@@ -25,6 +37,7 @@ from vericache_core.remote.shelf import prefix_key
 from vericache_core.runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)
+GOLDEN = "566c0987baeae44a626dfdb516b17b9ffd0b93c758fde0db4133f629ab2d285d"
 OTHER = "another-token-9876543210-abcdef"
 
 
@@ -47,7 +60,8 @@ def opened(link: Link, message: Message) -> str:
     return found[0].text("session")
 
 
-def test_strangers_are_turned_away_before_anything_is_made(tmp_path: Path) -> None:
+@pytest.mark.fault("strangers", "5 tokens, every call")
+def test_strangers_are_turned_away_before_anything_is_made(tmp_path: Path, tally: Tally) -> None:
     with store(tmp_path) as server:
         for token in (None, "", TOKEN + "x", TOKEN[:-1], "Bearer"):
             link = Link(f"127.0.0.1:{server.port}", token, None, 5.0)
@@ -58,6 +72,7 @@ def test_strangers_are_turned_away_before_anything_is_made(tmp_path: Path) -> No
                 with pytest.raises(RemoteRefused, match="no known token"):
                     list(link.stream(method, opening(server.facts)))
             link.close()
+            tally.add(7)
         assert not server.verifier.sessions
         assert not len(server.verifier.shelf)
         (tmp_path / "wrong").write_text("this-is-not-the-right-token\n")
@@ -65,6 +80,7 @@ def test_strangers_are_turned_away_before_anything_is_made(tmp_path: Path) -> No
             drafter(tmp_path, server.port, remote_token_file=str(tmp_path / "wrong"))
 
 
+@pytest.mark.fault("identity", "between drafter and verifier")
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -81,6 +97,7 @@ def test_another_model_is_refused_by_the_name_of_the_field(
         drafter(tmp_path, server.port, **change())
 
 
+@pytest.mark.fault("skew", "refused by the name of the field")
 @pytest.mark.parametrize("field", ["protocol", "numerics", "page", "tokenizer"])
 def test_skew_is_refused_by_name(tmp_path: Path, field: str) -> None:
     with store(tmp_path) as server:
@@ -89,12 +106,46 @@ def test_skew_is_refused_by_name(tmp_path: Path, field: str) -> None:
             drafter(tmp_path, server.port)
 
 
+@pytest.mark.fault("compressor", "the store lacks it")
 def test_a_compressor_that_the_store_lacks_is_recorded(tmp_path: Path) -> None:
     specs = [spec("elsewhere", IdentityCompressor)]
     with store(tmp_path) as server, drafter(tmp_path, server.port, specs=specs, compressor="elsewhere") as engine:
         (got,) = engine.generate(prompts(1), PARAMS)
         same([got], plain(prompts(1), PARAMS))
         assert "unknown compressor 'elsewhere'" in got.metrics.degraded[0]
+
+
+@pytest.mark.fault("compressor", "the drafter lacks the one that the store offers")
+def test_a_compressor_that_the_drafter_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it loads a model: there is none at that path."""
+    engine = store_engine(specs=[spec("elsewhere", IdentityCompressor)], compressor="elsewhere")
+    with store(tmp_path, engine) as server:
+        link = ["--remote", f"127.0.0.1:{server.port}", "--remote-token-file", token_file(tmp_path)]
+        assert cli.main(["draft", "-m", "/nowhere", "--no-plugins", *link, "a question"]) == 2
+    assert "unknown compressor 'elsewhere'" in capsys.readouterr().err
+
+
+class Older(IdentityCompressor):
+    name = "shared"
+
+
+class Newer(Older):
+    """What a later release of the same compressor could be: its codes say so."""
+
+    def extra(self) -> dict[str, Any]:
+        return {"algorithm": 2}
+
+
+@pytest.mark.fault("skew", "releases of one compressor: degraded, and why is recorded")
+def test_another_release_of_the_compressor_is_recorded(tmp_path: Path) -> None:
+    here, there = ([spec("shared", made)] for made in (Older, Newer))
+    with (
+        store(tmp_path, store_engine(specs=there)) as server,
+        drafter(tmp_path, server.port, specs=here, compressor="shared") as engine,
+    ):
+        (got,) = engine.generate(prompts(1), PARAMS)
+    same([got], plain(prompts(1), PARAMS))
+    assert "written by another version" in got.metrics.degraded[0]
 
 
 def test_a_silent_session_is_closed_and_its_memory_given_back(tmp_path: Path) -> None:
@@ -117,6 +168,7 @@ def test_a_silent_session_is_closed_and_its_memory_given_back(tmp_path: Path) ->
         link.close()
 
 
+@pytest.mark.fault("tenants", "sessions of a verifier")
 def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     with store(tmp_path, tokens=f"one:{TOKEN}\ntwo:{OTHER}") as server:
         one, two = (Link(f"127.0.0.1:{server.port}", token, None, 5.0) for token in (TOKEN, OTHER))
@@ -176,9 +228,11 @@ def test_drafts_of_nonsense_get_the_right_tokens(tmp_path: Path) -> None:
         link.close()
 
 
+@pytest.mark.fault("keys", "prefixes on a store's shelf")
 def test_keys_of_prefixes() -> None:
     """Golden: the same in every process, and every part of it counts."""
     key = prefix_key("tenant", [1, 2, 3], "snapkv", {"keep": 0.25})
+    assert key == GOLDEN
     assert key == prefix_key("tenant", (1, 2, 3), "snapkv", {"keep": 0.25})
     others = [
         prefix_key("tenanT", [1, 2, 3], "snapkv", {"keep": 0.25}),
@@ -191,6 +245,7 @@ def test_keys_of_prefixes() -> None:
     assert len({key, *others}) == 7
 
 
+@pytest.mark.fault("settings", "files of tokens")
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [("", "no token"), ("short", "5 characters"), (f"{TOKEN}\n{TOKEN}", "there already"), (f"a:{TOKEN}\nb:{TOKEN}", "already")],
@@ -211,6 +266,7 @@ def test_what_may_go_unencrypted(tmp_path: Path) -> None:
         drafter(tmp_path, 1, remote="192.0.2.1:7431")
 
 
+@pytest.mark.fault("strangers", "a store open to everyone does not start")
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -228,6 +284,7 @@ def test_a_store_that_would_be_open_does_not_start(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.fault("settings", "of a store")
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -275,6 +332,7 @@ def test_metrics_of_a_drafter_that_does_not_stay(capsys: pytest.CaptureFixture[s
     assert "--grace" in capsys.readouterr().err
 
 
+@pytest.mark.fault("settings", "files that hold no certificates")
 def test_files_that_hold_no_certificates(tmp_path: Path) -> None:
     (tmp_path / "junk").write_text("junk")
     junk = str(tmp_path / "junk")

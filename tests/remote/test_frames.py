@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.fault_table import Tally
 from vericache_core.errors import RemoteError
 from vericache_core.remote.frames import (
     MAGIC,
@@ -26,8 +27,10 @@ def test_round_trip() -> None:
     assert decode(MESSAGE.encode()) == MESSAGE
 
 
-def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
+@pytest.mark.fault("flip", "each bit of a message, and each cut")
+def test_every_flipped_bit_and_every_cut_is_noticed(tally: Tally) -> None:
     data = MESSAGE.encode()
+    tally.add(len(data) * 9 + 1)  # a byte has eight bits, and each is once the first that is missing
     for at in range(len(data) * 8):
         changed = bytearray(data)
         changed[at // 8] ^= 1 << at % 8
@@ -48,10 +51,12 @@ class Canary:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps(Canary()),
-        b"\x00" * 100,
-        MAGIC + b"\xff\xff\xff\xff" + b"\x00" * 40,
-        b"x" * (MOST_MESSAGE + 1),
+        pytest.param(pickle.dumps(Canary()), id="pickle", marks=pytest.mark.fault("pickle", "as a message")),
+        pytest.param(b"\x00" * 100, id="zeros", marks=pytest.mark.fault("nonsense", "as a message")),
+        pytest.param(
+            MAGIC + b"\xff\xff\xff\xff" + b"\x00" * 40, id="4 GiB of header", marks=pytest.mark.fault("headers", "of a message")
+        ),
+        pytest.param(b"x" * (MOST_MESSAGE + 1), id="too long", marks=pytest.mark.fault("headers", "of a message")),
     ],
 )
 def test_what_is_no_message(data: bytes) -> None:
@@ -59,6 +64,7 @@ def test_what_is_no_message(data: bytes) -> None:
         decode(data)
 
 
+@pytest.mark.fault("headers", "of a message, with a digest that fits")
 @pytest.mark.parametrize("header", ["[1]", "nonsense", "{}", '{"kind": 3}', "[" * 10_000, '{"kind": "a", "x": NaN'])
 def test_headers_that_are_none(header: str) -> None:
     import hashlib

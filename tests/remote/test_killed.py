@@ -16,6 +16,7 @@ from vericache_core.remote.session import RemoteSession
 __all__ = ["folder"]  # a fixture
 
 
+@pytest.mark.fault("verifier", "`kill -9` with a question before it")
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [1, 2, 3, 5])
 def test_killed_while_a_question_is_with_it(

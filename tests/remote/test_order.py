@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.fault_table import Tally
 from tests.models import prompt
 from tests.remote.stores import PREFIX, TOKEN, drafter, plain, prompts, same, store, store_engine, token_file
 from vericache_core.errors import RemoteError, RemoteRefused
@@ -44,8 +45,17 @@ def assembled(described: Sequence[LayerDescriptor], messages: Sequence[Message])
     return found
 
 
-def test_parts_in_any_other_order_twice_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pair swapped, every part doubled at every later place, every part left out."""
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        pytest.param("swapped", 45, marks=pytest.mark.fault("reordered", "every pair of parts of a prefix")),
+        pytest.param("doubled", 65, marks=pytest.mark.fault("doubled", "every part of a prefix at every later place")),
+        pytest.param("missing", 10, marks=pytest.mark.fault("closed", "any part of a prefix missing")),
+    ],
+)
+def test_parts_in_any_other_order_twice_or_missing(
+    kind: str, expected: int, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layers, "CHUNK", 100)
     draw = random.Random(2)
     blobs = [Blob("exact", 0, draw.randbytes(size)) for size in (430, 100, 399)]
@@ -54,20 +64,22 @@ def test_parts_in_any_other_order_twice_or_missing(monkeypatch: pytest.MonkeyPat
         described = engine.adapter.layers
     assert assembled(described, whole) == blobs
     count = len(whole) - 1  # behind them the end
-    cases = 0
     spoiled: list[list[Message]] = []
-    for one, other in itertools.combinations(range(count), 2):
-        swapped = list(whole)
-        swapped[one], swapped[other] = swapped[other], swapped[one]
-        spoiled.append(swapped)
+    if kind == "swapped":
+        for one, other in itertools.combinations(range(count), 2):
+            swapped = list(whole)
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            spoiled.append(swapped)
     for one in range(count):
-        spoiled.append(whole[:one] + whole[one + 1 :])
-        spoiled += [[*whole[:at], whole[one], *whole[at:]] for at in range(one, count + 1)]
+        if kind == "missing":
+            spoiled.append(whole[:one] + whole[one + 1 :])
+        elif kind == "doubled":
+            spoiled += [[*whole[:at], whole[one], *whole[at:]] for at in range(one, count + 1)]
     for order in spoiled:
         with pytest.raises(RemoteError):
             assembled(described, order)
-        cases += 1
-    assert (count, cases) == (10, 45 + 10 + 65)
+        tally.add()
+    assert (count, tally.cases) == (10, expected)
 
 
 class Restreamed(StoreServer):
@@ -90,8 +102,15 @@ class Restreamed(StoreServer):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda all_: [all_[1], all_[0], *all_[2:]], lambda all_: [all_[0], *all_], lambda all_: all_[1:]],
-    ids=["swapped", "doubled", "missing"],
+    [
+        pytest.param(
+            lambda all_: [all_[1], all_[0], *all_[2:]],
+            id="swapped",
+            marks=pytest.mark.fault("reordered", "with an engine behind"),
+        ),
+        pytest.param(lambda all_: [all_[0], *all_], id="doubled", marks=pytest.mark.fault("doubled", "with an engine behind")),
+        pytest.param(lambda all_: all_[1:], id="missing", marks=pytest.mark.fault("closed", "with an engine behind")),
+    ],
 )
 def test_a_drafter_goes_on_without_such_a_prefix(tmp_path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
     server = Restreamed(tmp_path, change)
@@ -127,7 +146,9 @@ def opened(link: Link, message: Message) -> tuple[str, Message]:
     return answers[0].text("session"), answers[-1]
 
 
-def test_questions_that_come_twice_late_and_out_of_order(tmp_path: Path) -> None:
+@pytest.mark.fault("doubled", "questions asked again, at once and late")
+@pytest.mark.fault("reordered", "a question overtakes another, or comes late")
+def test_questions_that_come_twice_late_and_out_of_order(tmp_path: Path, tally: Tally) -> None:
     """Two sessions take turns; after each answer every question so far is asked again, newest first."""
     asked = prompts(2)
     expected = [output.token_ids for output in plain(asked, PARAMS)]
@@ -166,7 +187,7 @@ def test_questions_that_come_twice_late_and_out_of_order(tmp_path: Path) -> None
             with pytest.raises(RemoteRefused, match="no such session"):
                 link.ask("close", Message("close", {"session": number}))
         link.close()
-    assert [tuple(each) for each in tokens] == expected
+    tally.add(repeats + refused, sum(tuple(ours) != theirs for ours, theirs in zip(tokens, expected, strict=True)))
     assert repeats >= 10
     assert refused >= 20
 
@@ -174,7 +195,8 @@ def test_questions_that_come_twice_late_and_out_of_order(tmp_path: Path) -> None
 # -- tenants -----------------------------------------------------------------------------------------
 
 
-def test_eight_tenants_with_vocabularies_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.fault("tenants", "of a verifier")
+def test_eight_tenants_with_vocabularies_of_their_own(tmp_path: Path, tally: Tally) -> None:
     """Eight threads on one store, each with a token of its own: everyone's own answers, nobody else's sessions."""
     tenants = 8
     known = [f"tenant-{number}-with-a-token-of-its-own" for number in range(tenants)]
@@ -218,4 +240,5 @@ def test_eight_tenants_with_vocabularies_of_their_own(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert not failures
+    tally.add(tenants)
     assert len(set(numbers.values())) == tenants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -138,6 +139,7 @@ def test_full_kv_is_shared_by_compressors_and_a_new_one_only_compresses(tmp_path
     assert (seen.rows, seen.compressed) == ([0], 1)
 
 
+@pytest.mark.fault("tenants", "prefix store behind a verifier")
 def test_a_tenant_finds_nothing_of_another(tmp_path: Path) -> None:
     servers: list[StoreServer] = []
     both = f"one:{TOKEN}\ntwo:a-token-of-somebody-else-0123456789"
@@ -168,6 +170,7 @@ def spoil(folder: Path, what: str) -> None:
             file.write_bytes(data)
 
 
+@pytest.mark.fault("flip", "blobs behind a verifier")
 @pytest.mark.parametrize(("what", "rows", "compressed"), [("full", 150, 0), ("compressed", 0, 1), ("", 150, 1)])
 def test_damaged_blobs_cost_time_and_heal(what: str, rows: int, compressed: int, tmp_path: Path) -> None:
     expected = plain(prompts(2), PARAMS)
@@ -184,6 +187,7 @@ def test_damaged_blobs_cost_time_and_heal(what: str, rows: int, compressed: int,
     assert (seen.rows, seen.compressed) == ([0], 0)
 
 
+@pytest.mark.fault("refused", "the prefix store of a verifier")
 @pytest.mark.parametrize("method", ["get", "contains", "put"])
 def test_a_failing_prefix_store_costs_time(method: str, tmp_path: Path) -> None:
     expected = plain(prompts(2), PARAMS)
@@ -197,6 +201,31 @@ def test_a_failing_prefix_store_costs_time(method: str, tmp_path: Path) -> None:
     same(got, expected)
     assert all(output.metrics.degraded == [] for output in got)
     assert seen.rows == ([0] if method == "put" else [150])
+    got, seen = session(tmp_path)
+    same(got, expected)
+    assert seen.rows == [0]
+
+
+@pytest.mark.fault("space", "the prefix store of a verifier")
+@pytest.mark.parametrize("room", [0, 1000, 40_000])
+def test_a_prefix_store_without_space_costs_time(room: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every put ends in "full": by its own limit, or because the disk takes that many bytes of each and no more."""
+    expected, real = plain(prompts(2), PARAMS), os.write
+
+    def write(file: int, data: Any) -> int:
+        left = room - os.fstat(file).st_size
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data[:left])
+
+    for _ in range(2):
+        with patch.object(os, "write", write):
+            got, seen = session(tmp_path)
+        same(got, expected)
+        assert all(output.metrics.degraded == [] for output in got)
+        assert seen.rows == [150]
+    assert "prefix store is full" in caplog.text
+    session(tmp_path)  # there is room again
     got, seen = session(tmp_path)
     same(got, expected)
     assert seen.rows == [0]

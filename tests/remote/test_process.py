@@ -100,6 +100,7 @@ def scraped(address: str) -> str:
     return text
 
 
+@pytest.mark.fault("verifier", "killed or stopped and started again")
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_restarted_store_computes_no_prefix_again(
@@ -146,6 +147,7 @@ def test_lines_in_lines_out(folder: Path) -> None:
         assert all(answer["mode"] == "remote" for answer in answers if "mode" in answer)
 
 
+@pytest.mark.fault("verifier", "`kill -9` behind its third verdict")
 @pytest.mark.slow
 def test_killed_while_it_verifies(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """``kill -9`` of the store after its third verdict: the drafter goes on by itself, with the same tokens."""

@@ -65,6 +65,7 @@ class Authority:
         return signed
 
 
+@pytest.mark.fault("strangers", "certificates of strangers, or none")
 def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
     ours, strangers = Authority(tmp_path, "ours"), Authority(tmp_path, "strangers")
     credentials = server_credentials(*ours.issue("store"), ours.file)

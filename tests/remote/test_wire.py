@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import Self
@@ -22,7 +23,7 @@ class Wire:
     def __init__(self, port: int, fault: str, good: int) -> None:
         self.port, self.fault, self.good = port, fault, good
         self.carried = 0
-        self.ended = threading.Event()
+        self.ended, self._lock = threading.Event(), threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = [self._listener]
@@ -33,8 +34,10 @@ class Wire:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.ended.set()
-        for each in self._sockets:
+        with self._lock:
+            self.ended.set()
+            sockets = list(self._sockets)
+        for each in sockets:
             with contextlib.suppress(OSError):  # it may have been closed before
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
@@ -48,7 +51,12 @@ class Wire:
             except OSError:
                 return
             far = socket.create_connection(("127.0.0.1", self.port))
-            self._sockets += [near, far]
+            with self._lock:
+                self._sockets += [near, far]
+                if self.ended.is_set():  # whoever closes them has been here
+                    near.close()
+                    far.close()
+                    return
             for source, target, down in ((near, far, False), (far, near, True)):
                 thread = threading.Thread(target=self._carry, args=(source, target, down), daemon=True)
                 self._threads.append(thread)
@@ -76,12 +84,17 @@ class Wire:
         return b""
 
 
+ROWS = {"cut": "closed", "drips": "drip", "dark": "hang", "garbled": "flip"}
 SOON = [(fault, good) for fault in ("cut", "garbled") for good in (3000, 50_000)]
 LATER = [(fault, good) for fault in ("cut", "drips", "dark", "garbled") for good in (200, 3000, 20_000, 50_000)]
 
 
+def case(fault: str, good: int, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(fault, good, marks=[pytest.mark.fault(ROWS[fault], "the wire, after 200 to 50,000 bytes"), *marks])
+
+
 @pytest.mark.parametrize(
-    ("fault", "good"), [*SOON, *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER if case not in SOON)]
+    ("fault", "good"), [*(case(*at) for at in SOON), *(case(*at, pytest.mark.slow) for at in LATER if at not in SOON)]
 )
 def test_a_bad_wire(tmp_path: Path, fault: str, good: int) -> None:
     expected = plain(prompts(2), PARAMS)

@@ -28,6 +28,7 @@ def test_the_same_model_built_twice_has_one_identity() -> None:
     assert describe_llama() == describe_llama()
 
 
+@pytest.mark.fault("identity", "each change of a loaded model")
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.fault_table import Tally
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout, UsageError
 from vericache_core.stores import disk, memory
 from vericache_core.stores.blobs import BlobStore
@@ -85,6 +86,7 @@ def test_a_second_put_of_a_key_is_dropped(store: DiskBlobs) -> None:
     assert get(store, "a") == b"first"
 
 
+@pytest.mark.fault("paths", "in keys, on each kind of folder")
 @pytest.mark.parametrize("key", ["../x", "a/b", "a\x00", "", "A", "a" * 129, ".", "..", "a.b", "ключ"])
 def test_a_key_cannot_lead_elsewhere(store: DiskBlobs, key: str) -> None:
     with pytest.raises(UsageError, match="is no key"):
@@ -104,6 +106,7 @@ def test_only_the_owner_can_read(store: DiskBlobs) -> None:
     assert (store.folder / "blobs/a").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.fault("paths", "links, pipes and folders in the place of blobs")
 def test_links_pipes_and_folders_do_not_pass_for_blobs(store: DiskBlobs, tmp_path: Path) -> None:
     put(store, "a", b"abc")
     secret = tmp_path / "secret"
@@ -204,6 +207,7 @@ def test_a_lock_that_is_held_ends_at_the_deadline(store: DiskBlobs) -> None:
     put(store, "b", b"x")
 
 
+@pytest.mark.fault("paths", "shared memory of somebody else")
 def test_shared_memory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "ROOT", tmp_path)
     store = SharedMemoryBlobs("test")
@@ -253,6 +257,7 @@ class FullDisk:
         return done
 
 
+@pytest.mark.fault("full", "or over quota, after any byte")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("room", [0, 1, 3, 500, 999, 1000, 1015])
 def test_a_full_disk_leaves_nothing_behind_and_heals(
@@ -282,6 +287,7 @@ def test_a_full_disk_makes_old_blobs_go(store: DiskBlobs, monkeypatch: pytest.Mo
     assert files(store.folder) == ["blobs/new"]
 
 
+@pytest.mark.fault("space", "a real file system of 1 MiB")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_small_file_system(tmp_path: Path) -> None:
     mounted = tmp_path / "small"
@@ -394,18 +400,19 @@ for number in range(1000):
 """
 
 
-def test_a_writer_killed_at_twenty_points_costs_at_most_its_last_blob(tmp_path: Path) -> None:
+@pytest.mark.fault("writer", "blobs of a folder")
+def test_a_writer_killed_at_twenty_points_costs_at_most_its_last_blob(tmp_path: Path, tally: Tally) -> None:
     store = DiskBlobs(tmp_path / "store", 10_000)
     put(store, "old", b"kept")
     points = random.Random(5).sample(range(1, 60), 20)
-    wrong = leaked = 0
     for point in points:
+        wrong = 0
         died = subprocess.run([sys.executable, "-c", WRITER, str(store.folder), str(point)], check=False)
         assert died.returncode == -signal.SIGKILL
         restarted = DiskBlobs(store.folder, 10_000)
         put(restarted, "probe", b"x")  # the first write sweeps
         restarted.delete("probe", deadline=soon())
-        leaked += sum(not name.startswith("blobs/") for name in files(store.folder))
+        assert all(name.startswith("blobs/") for name in files(store.folder))
         for name in files(store.folder):
             key = name.removeprefix("blobs/")
             data = get(restarted, key)
@@ -414,7 +421,8 @@ def test_a_writer_killed_at_twenty_points_costs_at_most_its_last_blob(tmp_path: 
             if key != "old":
                 restarted.delete(key, deadline=soon())
         assert get(restarted, "old") == b"kept"
-    assert (wrong, leaked, len(points)) == (0, 0, 20)
+        tally.add(wrong=wrong)
+    assert tally.cases == 20
 
 
 def test_the_files_of_a_living_writer_are_not_swept(store: DiskBlobs) -> None:

@@ -12,6 +12,7 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import random
 import signal
 import struct
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.fault_table import Tally
 from tests.stores.support import CHUNK, IDENTITY, Model, layers, make_store, tokens
 from vericache_core.errors import StoreError
 from vericache_core.stores.disk import DiskBlobs
@@ -100,44 +102,68 @@ def flipped(at: int, bit: int) -> Callable[[bytes], bytes]:
     return flip
 
 
-def test_a_flip_in_every_header_field(folder: Path) -> None:
+@pytest.mark.fault("header", "blob of full KV")
+def test_a_flip_in_every_header_field(folder: Path, tally: Tally) -> None:
     data = blob(folder, 2).read_bytes()
     fields = header_fields(data)
     assert {"magic", "length", "checksum", "key", "role", "codec.id", "identity.dtype", "payload.sha256"} < fields.keys()
-    draw, wrong, cases = random.Random(1), 0, 0
+    draw = random.Random(1)
     for places in fields.values():
         for at in sorted(draw.sample(places, min(4, len(places)))):
             loaded, bad = spoiled_by(folder, 2, flipped(at, draw.randrange(8)))
             assert (loaded.tokens, len(loaded.faults)) == (2 * CHUNK, 1)
-            wrong, cases = wrong + bad, cases + 1
-    assert (wrong, cases >= 4 * 20) == (0, True)
+            tally.add(wrong=bad)
+    assert len(fields) >= 20
 
 
-def test_random_flips_in_the_payload(folder: Path) -> None:
+@pytest.mark.fault("flip", "at random, in any of 7 chunks")
+def test_random_flips_in_the_payload(folder: Path, tally: Tally) -> None:
     data = blob(folder, 0).read_bytes()
     start = max(places.stop for places in header_fields(data).values())
-    draw, wrong = random.Random(2), 0
+    draw = random.Random(2)
     for _ in range(300):
         number = draw.randrange(CHUNKS)
         loaded, bad = spoiled_by(folder, number, flipped(draw.randrange(start, len(data)), draw.randrange(8)))
         assert (loaded.tokens, len(loaded.faults)) == (number * CHUNK, 1)
-        wrong += bad
-    assert wrong == 0
+        tally.add(wrong=bad)
     assert load(folder)[0].tokens == len(IDS) - 1
 
 
-def test_truncation_at_each_tenth_and_junk_at_the_end(folder: Path) -> None:
-    wrong = 0
+@pytest.mark.fault("truncated", "each of 7 chunks; junk at the end")
+def test_truncation_at_each_tenth_and_junk_at_the_end(folder: Path, tally: Tally) -> None:
     for number, tenth in itertools.product(range(CHUNKS), range(10)):
         loaded, bad = spoiled_by(folder, number, lambda data: data[: len(data) * tenth // 10])  # noqa: B023 (called at once)
         assert (loaded.tokens, len(loaded.faults)) == (number * CHUNK, 1)
-        wrong += bad
+        tally.add(wrong=bad)
     loaded, bad = spoiled_by(folder, 3, lambda data: data + b"junk")
-    assert (loaded.tokens, wrong + bad) == (3 * CHUNK, 0)
+    tally.add(wrong=bad)
+    assert loaded.tokens == 3 * CHUNK
 
 
-def test_swapped_entries(folder: Path) -> None:
-    wrong = 0
+class Canary:
+    """Sings when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.file, "executed")
+
+
+@pytest.mark.fault("pickle", "in the place of any of 7 chunks, any protocol")
+def test_a_pickle_in_the_place_of_any_blob(folder: Path, tmp_path: Path, tally: Tally) -> None:
+    for number, protocol in itertools.product(range(CHUNKS), range(pickle.HIGHEST_PROTOCOL + 1)):
+        evil = pickle.dumps(Canary(tmp_path / "canary"), protocol)
+        loaded, bad = spoiled_by(folder, number, lambda _data: evil)  # noqa: B023 (called at once)
+        assert (loaded.tokens, len(loaded.faults)) == (number * CHUNK, 1)
+        tally.add(wrong=bad)
+    assert not (tmp_path / "canary").exists()
+    pickle.loads(evil)  # the canary does sing
+    assert (tmp_path / "canary").read_text() == "executed"
+
+
+@pytest.mark.fault("swapped", "every pair of 7 chunks")
+def test_swapped_entries(folder: Path, tally: Tally) -> None:
     for one, other in itertools.combinations(range(CHUNKS), 2):
         first, second = blob(folder, one), blob(folder, other)
         datas = first.read_bytes(), second.read_bytes()
@@ -146,10 +172,9 @@ def test_swapped_entries(folder: Path) -> None:
         loaded, bad = load(folder)
         assert (loaded.tokens, len(loaded.faults)) == (one * CHUNK, 1)
         assert "key" in loaded.faults[0]
-        wrong += bad
+        tally.add(wrong=bad)
         first.write_bytes(datas[0])
         second.write_bytes(datas[1])
-    assert wrong == 0
 
 
 class Between(DiskBlobs):
@@ -168,11 +193,11 @@ def evict(folder: Path, numbers: Sequence[int]) -> None:
         blob(folder, number).unlink()
 
 
-def test_eviction_between_lookup_and_load_of_every_subset(folder: Path) -> None:
+@pytest.mark.fault("evicted", "a folder")
+def test_eviction_between_lookup_and_load_of_every_subset(folder: Path, tally: Tally) -> None:
     blobs = Between(folder, durable=False)
     store = PrefixStore(blobs, IDENTITY, MODEL.layers, CHUNK)
     datas = [blob(folder, number).read_bytes() for number in range(CHUNKS)]
-    cases = wrong = 0
     for gone in itertools.chain.from_iterable(itertools.combinations(range(CHUNKS), n) for n in range(CHUNKS + 1)):
         blobs.happens = functools.partial(evict, folder, gone)
         loaded, bad = load(folder, store)
@@ -181,10 +206,11 @@ def test_eviction_between_lookup_and_load_of_every_subset(folder: Path) -> None:
         assert not gone or loaded.reason == f"chunk {first} was evicted meanwhile"
         for number in gone:
             blob(folder, number).write_bytes(datas[number])
-        cases, wrong = cases + 1, wrong + bad
-    assert (cases, wrong) == (128, 0)
+        tally.add(wrong=bad)
+    assert tally.cases == 128
 
 
+@pytest.mark.fault("swapped", "another prompt's chunks under these names")
 def test_everything_is_replaced_between_lookup_and_load(folder: Path) -> None:
     """The folder is emptied and filled with another prompt's chunks under these names."""
     blobs = Between(folder, durable=False)
@@ -202,10 +228,10 @@ def test_everything_is_replaced_between_lookup_and_load(folder: Path) -> None:
     assert (loaded.tokens, len(loaded.faults), wrong) == (0, 1, 0)
 
 
-def test_a_stale_index(folder: Path) -> None:
+@pytest.mark.fault("stale", "claims chunks that are gone, or lacks all")
+def test_a_stale_index(folder: Path, tally: Tally) -> None:
     """The store claims chunks that it does not have, or none of those that it has."""
     store = make_store(MODEL, folder)
-    wrong = 0
     for number in range(CHUNKS):
         kept = blob(folder, number).read_bytes()
         blob(folder, number).unlink()
@@ -214,20 +240,22 @@ def test_a_stale_index(folder: Path) -> None:
             loaded, bad = load(folder, store)
         assert (loaded.tokens, loaded.faults) == (number * CHUNK, ())
         blob(folder, number).write_bytes(kept)
-        wrong += bad
+        tally.add(wrong=bad)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store.blobs, "contains", lambda keys, *, deadline: [False] * len(keys))
-        assert load(folder, store)[0].tokens == 0
-    assert wrong == 0
+        loaded, bad = load(folder, store)
+    assert loaded.tokens == 0
+    tally.add(wrong=bad)
 
 
-def test_a_writer_killed_at_twenty_points(folder: Path) -> None:
+@pytest.mark.fault("writer", "rows of a prefix")
+def test_a_writer_killed_at_twenty_points(folder: Path, tally: Tally) -> None:
     """Fork, write two chunks in pieces of a hundred bytes, and die at a random system call."""
     store, full = make_store(MODEL, folder), MODEL.cache()
     MODEL.prefill(full, IDS)
     chunks = [store.capture(IDS, full, number) for number in (3, 4)]
-    wrong = deaths = 0
-    for point in random.Random(4).sample(range(1, 120), 20):
+    steps = count_steps(folder, store, chunks)
+    for point in random.Random(4).sample(range(1, steps + 1), 20):
         for number in (3, 4):
             blob(folder, number).unlink(missing_ok=True)
         with warnings.catch_warnings():
@@ -239,36 +267,55 @@ def test_a_writer_killed_at_twenty_points(folder: Path) -> None:
                 store.put(chunk)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        deaths += os.WIFSIGNALED(status)
+        assert os.WIFSIGNALED(status)
         loaded, bad = load(folder)
         assert loaded.tokens in {3 * CHUNK, 4 * CHUNK, len(IDS) - 1}
         assert loaded.faults == ()
-        wrong += bad
+        tally.add(wrong=bad)
         restarted = make_store(MODEL, folder)
         for chunk in chunks:  # the next writer sweeps and completes
             restarted.put(chunk)
         assert list((folder / "tmp").iterdir()) == []
         assert load(folder)[0].tokens == len(IDS) - 1
-    assert wrong == 0
-    assert deaths >= 15
 
 
-def die_at(point: int) -> None:
-    """Let this process kill itself at the given one of its writes, syncs and renames."""
-    steps = itertools.count(1)
+def at_each_step(before: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+    """Call ``before`` ahead of every write (of at most a hundred bytes), sync and rename of this process."""
     real_write = os.write
 
-    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            if next(steps) == point:
-                os.kill(os.getpid(), signal.SIGKILL)
+            before()
             return call(*args)
 
         return run
 
-    os.write = dying(lambda file, data: real_write(file, data[:100]))
-    os.fsync = dying(os.fsync)
-    Path.rename = dying(Path.rename)  # type: ignore[method-assign]
+    patch.setattr(os, "write", noticed(lambda file, data: real_write(file, data[:100])))
+    patch.setattr(os, "fsync", noticed(os.fsync))
+    patch.setattr(Path, "rename", noticed(Path.rename))
+
+
+def count_steps(folder: Path, store: PrefixStore, chunks: Sequence[Any]) -> int:
+    """Steps of a writer whom nobody kills."""
+    steps = itertools.count()
+    for number in (3, 4):
+        blob(folder, number).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        at_each_step(lambda: next(steps), patch)
+        for chunk in chunks:
+            store.put(chunk)
+    return next(steps)
+
+
+def die_at(point: int) -> None:
+    """Let this process kill itself at the given one of its steps."""
+    steps = itertools.count(1)
+
+    def step() -> None:
+        if next(steps) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at_each_step(step, pytest.MonkeyPatch())  # for the rest of its life
 
 
 @contextlib.contextmanager
@@ -290,13 +337,13 @@ def failing_from(first: int, code: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault("full", "over quota, read-only, I/O error, no permission: every write and rename")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
-def test_writes_that_fail_at_every_stage(folder: Path, code: int) -> None:
+def test_writes_that_fail_at_every_stage(folder: Path, code: int, tally: Tally) -> None:
     full = MODEL.cache()
     MODEL.prefill(full, IDS)
     store = make_store(MODEL, folder)
     chunk = store.capture(IDS, full, 3)
-    wrong = 0
     for failing in range(12):
         blob(folder, 3).unlink(missing_ok=True)
         with failing_from(failing, code), contextlib.suppress(StoreError):
@@ -305,9 +352,8 @@ def test_writes_that_fail_at_every_stage(folder: Path, code: int) -> None:
         assert loaded.tokens in {3 * CHUNK, len(IDS) - 1} or code in {errno.ENOSPC, errno.EDQUOT}  # then others make room
         assert loaded.faults == ()
         assert list((folder / "tmp").iterdir()) == []
-        wrong += bad
+        tally.add(wrong=bad)
         assert store.save(IDS, full) == CHUNKS
-    assert wrong == 0
 
 
 def test_a_folder_that_goes_away(folder: Path) -> None:
@@ -319,17 +365,30 @@ def test_a_folder_that_goes_away(folder: Path) -> None:
     assert load(folder, store)[0].tokens == len(IDS) - 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else, which needs root")
+@pytest.mark.fault("permission", "a folder of somebody else")
 def test_no_permission(folder: Path) -> None:
-    os.seteuid(65534)
+    """Root becomes somebody else, others take their own permission away; neither to read nor to write."""
+    root = os.geteuid() == 0
+    full = MODEL.cache()
+    MODEL.prefill(full, IDS)
+    if root:
+        os.seteuid(65534)
+    else:
+        (folder / "blobs").chmod(0)
     try:
         loaded, wrong = load(folder)
+        with pytest.raises(StoreError, match="ermission"):
+            make_store(MODEL, folder).save(IDS, full)
     finally:
-        os.seteuid(0)
+        if root:
+            os.seteuid(0)
+        else:
+            (folder / "blobs").chmod(0o700)
     assert (loaded.tokens, wrong) == (0, 0)
     assert "ermission" in loaded.faults[0]
 
 
+@pytest.mark.fault("paths", "pipes and links, by a prefix store")
 def test_pipes_and_links_in_the_place_of_blobs(folder: Path) -> None:
     """A pipe would block a reader for ever; the deadline is far, so a hang would show."""
     file = blob(folder, 1)

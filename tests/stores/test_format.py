@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 import vericache_core
+from tests.fault_table import Tally
 from tests.stores.support import IDENTITY, changed, joined
 from vericache_core.errors import PayloadError
 from vericache_core.payload import read_payload
@@ -71,8 +72,10 @@ def test_files_of_the_library_are_read() -> None:
     assert {name: bytes(part) for name, part in found.items()} == {name: bytes(raw(part)) for name, part in tensors.items()}
 
 
-def test_every_flipped_bit_and_every_truncation_is_refused() -> None:
+@pytest.mark.fault("flip", "each bit of a blob, and each cut")
+def test_every_flipped_bit_and_every_truncation_is_refused(tally: Tally) -> None:
     made = blob()
+    tally.add(len(made) * 9 + 1)  # a byte has eight bits, and each is once the first that is missing
     for at in range(len(made) * 8):
         broken = bytearray(made)
         broken[at // 8] ^= 1 << at % 8
@@ -95,6 +98,7 @@ def _patched(change: Callable[[dict[str, Any]], object]) -> bytes:
     return MAGIC + struct.pack("<I", len(text)) + hashlib.sha256(text).digest() + text + made[44 + length :]
 
 
+@pytest.mark.fault("header", "each field another value")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -156,6 +160,7 @@ def _good() -> dict[str, Any]:
     return {"a": _entry(SPECS["a"], 0, 24), "b": _entry(SPECS["b"], 24, 32)}
 
 
+@pytest.mark.fault("headers", "tables of tensors")
 @pytest.mark.parametrize(
     "table",
     [
@@ -189,6 +194,7 @@ def test_tensor_tables_that_lie_are_refused_before_anything_is_allocated(table: 
         tracemalloc.stop()
 
 
+@pytest.mark.fault("headers", "no table at all")
 @pytest.mark.parametrize(
     "file",
     [
@@ -218,7 +224,8 @@ class Canary:
         return (Path.write_text, (self.file, "executed"))
 
 
-def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
+@pytest.mark.fault("pickle", "as a blob, in a blob, as a payload; any protocol")
+def test_a_pickle_is_never_executed(tmp_path: Path, tally: Tally) -> None:
     canary = tmp_path / "canary"
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         evil = pickle.dumps(Canary(canary), protocol)
@@ -231,6 +238,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
             decode_tensors(decode_blob(memoryview(joined(encode_blob(HEADER, [evil]))), HEADER), SPECS)
         with pytest.raises(PayloadError):
             read_payload(evil)
+        tally.add(5)
     assert not canary.exists()
     pickle.loads(evil)  # the canary does sing
     assert canary.read_text() == "executed"
@@ -239,6 +247,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
 FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
+@pytest.mark.fault("pickle", "nothing in the sources could")
 def test_nothing_in_the_package_can_unpickle() -> None:
     files = sorted(Path(vericache_core.__file__).parent.rglob("*.py"))
     assert len(files) > 100

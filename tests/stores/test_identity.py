@@ -41,6 +41,7 @@ def golden() -> dict[str, Any]:
     return plain
 
 
+@pytest.mark.fault("keys", "in this process")
 def test_keys_are_those_of_the_golden_file() -> None:
     for case in golden()["cases"]:
         who = PrefixIdentity(**case["identity"])
@@ -52,11 +53,13 @@ def test_keys_are_those_of_the_golden_file() -> None:
         assert index_key(who.tenant, ids, case["chunk"]) == expected["index"]
 
 
+@pytest.mark.fault("keys", "other processes and hash seeds")
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_keys_do_not_depend_on_the_process_or_the_hash_seed(seed: str) -> None:
     assert _keys_of(sys.executable, seed) == [case["keys"] for case in golden()["cases"]]
 
 
+@pytest.mark.fault("keys", "Python 3.10 to 3.14, those installed")
 @pytest.mark.parametrize("minor", [10, 11, 12, 13, 14])
 def test_keys_do_not_depend_on_the_python_version(minor: int) -> None:
     managed = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))

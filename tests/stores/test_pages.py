@@ -89,6 +89,7 @@ def test_large_pages_are_one_entry_of_the_page_table(store: SharedMemoryBlobs) -
     assert held <= store.nbytes + 4096, "large pages must not take more memory than the blob"
 
 
+@pytest.mark.fault("evicted", "while a reader holds it")
 def test_a_blob_that_is_evicted_stays_with_its_reader(store: SharedMemoryBlobs) -> None:
     store.most_bytes = 3 * LARGE
     data = drawn(2 * LARGE)
@@ -118,6 +119,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.fault("writer", "while its memory is read")
 def test_a_blob_outlives_the_process_that_wrote_it(store: SharedMemoryBlobs) -> None:
     size = 2 * LARGE + 99
     command = [sys.executable, "-c", WRITER, str(memory.ROOT), str(size)]
@@ -134,6 +136,7 @@ def test_a_blob_outlives_the_process_that_wrote_it(store: SharedMemoryBlobs) -> 
     assert again.nbytes == size
 
 
+@pytest.mark.fault("space", "shared memory")
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
 def test_no_space_for_pages_is_no_space(store: SharedMemoryBlobs, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:

@@ -48,6 +48,7 @@ def test_what_is_loaded_is_what_a_prefill_computes(kind: str, tier: str, tmp_pat
             full.close()
 
 
+@pytest.mark.fault("whole", "every kind of layer")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_prompt_that_is_stored_whole_leaves_one_token_to_compute(kind: str, tmp_path: Path) -> None:
     model, ids = Model(MODELS[kind]), tokens(4 * CHUNK)
@@ -62,6 +63,7 @@ def test_a_prompt_that_is_stored_whole_leaves_one_token_to_compute(kind: str, tm
         assert (full.tokens, model.wrong_rows(full, ids)) == (length, 0)
 
 
+@pytest.mark.fault("short", "asks nobody")
 def test_a_prompt_shorter_than_a_chunk_asks_nobody(tmp_path: Path) -> None:
     model = Model(layers(2))
     store = make_store(model, tmp_path / "store")
@@ -82,6 +84,7 @@ def test_the_longest_common_prefix_is_used(tmp_path: Path) -> None:
         assert model.wrong_rows(full, other) == 0
 
 
+@pytest.mark.fault("identity", "field by field: a miss, its reason logged")
 @pytest.mark.parametrize("name", sorted({*IDENTITY.public(), "tenant"}))
 def test_another_identity_is_a_miss_and_the_reason_is_logged(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -209,6 +212,7 @@ def test_compressed_kv_comes_back_under_its_own_key(tmp_path: Path) -> None:
         store.compressed.capture(ids[:-1], compressed)
 
 
+@pytest.mark.fault("swapped", "compressed KV: in another's place, forged, flipped")
 @pytest.mark.usefixtures("vericache_registry")
 @pytest.mark.parametrize("how", ["flipped", "another prefix", "another compressor", "lacks a layer", "full KV", "hangs up"])
 def test_compressed_kv_that_is_in_doubt_is_a_fault_and_removed(how: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_a_whole_prefix_comes_back(kind: str, tier: str, length: int, tmp_path: 
     assert model.wrong_rows(again, ids) == 0
     model.prefill(again, [*ids, *tokens(40, seed=9)])  # and one can go on from it
     assert model.wrong_rows(again, [*ids, *tokens(40, seed=9)]) == 0
+    again.close()
 
 
 def test_a_tail_belongs_to_its_prefix_alone(tmp_path: Path) -> None:
@@ -60,6 +61,7 @@ def test_a_tail_belongs_to_its_prefix_alone(tmp_path: Path) -> None:
     assert store.load(ids, model.cache(), most=len(ids) - 1, whole=True).tokens == CHUNK
 
 
+@pytest.mark.fault("stale", "the end of a prefix gone or flipped")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("how", ["gone", "flipped"])
 def test_without_its_tail_a_prefix_ends_at_a_chunk(kind: str, how: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_table import Tally
 from tests.stores.support import CHUNK, IDENTITY, Model, layers, live_on, tokens
 from tests.stores_net.servers import FakeRedis
 from vericache_core.stores import memory
@@ -39,8 +40,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield f"file://{tmp_path / 'store'}?bytes={BUDGET}" + ("&map=no" if "read" in request.param else "")
 
 
+@pytest.mark.fault("tenants", "every kind of store, disjoint and shared vocabularies")
 @pytest.mark.parametrize("vocabulary", ["disjoint", "shared"])
-def test_no_tenant_gets_a_row_of_another(url: str, vocabulary: str) -> None:
+def test_no_tenant_gets_a_row_of_another(url: str, vocabulary: str, tally: Tally) -> None:
     """With one vocabulary all ask for the very same tokens, and only the salt keeps them apart."""
     described = layers(2)
     failures: list[str] = []
@@ -67,4 +69,5 @@ def test_no_tenant_gets_a_row_of_another(url: str, vocabulary: str) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+    tally.add(TENANTS * TURNS)
     assert all(hits), "nobody ever found a prefix of their own, so nothing was shown"

@@ -138,6 +138,7 @@ def test_a_call_that_waits_for_a_worker_ends_at_its_deadline_too(setting: Callab
     assert one.client.counts.queued == 0
 
 
+@pytest.mark.fault("hang", "without end: threads are bounded")
 def test_a_store_that_hangs_does_not_eat_threads_without_end(setting: Callable[..., Setting]) -> None:
     one = setting(workers=2, max_threads=5, failures=1000)
     one.store.script["slow"] = one.store.hang
@@ -251,6 +252,7 @@ def test_each_error_as_what_it_is(
     assert len(one.store.calls) == attempts
 
 
+@pytest.mark.fault("nonsense", "a backend, for a blob")
 @pytest.mark.parametrize("reply", [7, "text", object(), [b"blob"], {"k": 1}, True, ...])
 def test_nonsense_is_a_fault_of_the_store_and_no_end_of_its_thread(setting: Callable[..., Setting], reply: Any) -> None:
     one = setting(attempts=1, failures=3, workers=1, max_threads=1)
@@ -264,6 +266,7 @@ def test_nonsense_is_a_fault_of_the_store_and_no_end_of_its_thread(setting: Call
     assert one.client.breaker.state == "open"
 
 
+@pytest.mark.fault("nonsense", "a backend, about keys")
 @pytest.mark.parametrize("reply", [None, 7, [], [True], [True, False, True], "ab", {"k": True, "l": False}])
 def test_nonsense_about_keys_is_a_fault_of_the_store(setting: Callable[..., Setting], reply: Any) -> None:
     one = setting(attempts=1)

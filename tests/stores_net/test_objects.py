@@ -187,6 +187,7 @@ def test_s3_by_url(s3: str) -> None:
     opened.blobs.close()
 
 
+@pytest.mark.fault("hang", "S3")
 def test_s3_that_accepts_and_never_answers(s3: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store = ObjectBlobs("s3://blobs", endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -201,6 +202,7 @@ def test_s3_that_accepts_and_never_answers(s3: str) -> None:
         gc.collect()
 
 
+@pytest.mark.fault("refused", "S3")
 def test_s3_that_refuses(s3: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -210,6 +212,7 @@ def test_s3_that_refuses(s3: str) -> None:
     store.close()
 
 
+@pytest.mark.fault("length", "S3")
 @pytest.mark.parametrize("body", [b"", b"x" * 50, b"x" * 150])
 def test_s3_whose_answer_has_the_wrong_length(s3: str, body: bytes) -> None:
     """HEAD says 100 bytes; the object that comes has fewer or more, or the connection ends early."""

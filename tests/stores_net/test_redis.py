@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.fault_table import Tally
 from tests.stores_net.servers import RealRedis, eventually
 from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout, UsageError
 from vericache_core.stores.blobs import BlobStore
@@ -164,7 +165,8 @@ def test_replaced_or_deleted_while_it_is_read(store: RedisBlobs, real: RealRedis
     assert outcomes["whole"] > 0
 
 
-def test_killed_and_started_again(store: RedisBlobs, real: RealRedis) -> None:
+@pytest.mark.fault("redis", "killed and started under load")
+def test_killed_and_started_again(store: RedisBlobs, real: RealRedis, tally: Tally) -> None:
     """Calls go on through three restarts; each ends in time, in the right blob, a miss or a ``StoreError``."""
     blob = os.urandom(2_000_000)
     client = StoreClient(store, ClientPolicy(timeout=0.5, failures=3, rest=0.05, backoff=0.01))
@@ -200,7 +202,7 @@ def test_killed_and_started_again(store: RedisBlobs, real: RealRedis) -> None:
         thread.join(30)
         assert not thread.is_alive()
     client.close()
-    assert outcomes["wrong"] == 0
+    tally.add(3, outcomes["wrong"])
 
 
 def test_an_idle_connection_that_the_server_closed_is_replaced(store: RedisBlobs, real: RealRedis) -> None:
