@@ -52,3 +52,20 @@ def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatc
             assert (engine.planner.mode("random", 1024, 64, 4) == "plain") == plain
     with Engine(model, config=EngineConfig(compressor="random", keep=1.0, mode="auto", window="auto")) as engine:
         assert engine.planner.mode("random", 1024, 64, 4) == "plain"
+
+
+def test_full_kv_that_rests_on_the_device_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one full KV beside its drafts, and steps cost the same for one as for eight: all swap if they can."""
+    from vericache_core.runtime import planning
+    from vericache_core.runtime.costs import CostModel, Link
+    from vericache_core.runtime.rounds import RoundPricer
+
+    costs = CostModel({8: 1.0, 128: 1.0}, read=1e-12, pair=1e-12, links={"host": Link(0.0, 1e-12)}, layers=2)
+    monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: RoundPricer(costs)))
+    budget = int(1.5 * draft_bytes(keep=1.0))
+    for tier, mode in (("host", "offloaded"), ("device", "plain")):
+        config = EngineConfig(
+            compressor="random", keep=0.1, mode="auto", window="auto", full_kv=tier, device_budget=budget, scheduler="staggered"
+        )
+        with Engine(build("llama", max_position_embeddings=2048), config=config) as engine:
+            assert engine.planner.mode("random", 1024, 64, 8) == mode

@@ -16,7 +16,7 @@ from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPa
 from vericache_core.runtime.hazard import Prior, PriorBook
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
-from vericache_core.runtime.modes import LOCKSTEP_MARGIN, SWAP_MARGIN, Demand, Mode, best_mix
+from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mode, best_mix
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.request import Request
@@ -126,6 +126,7 @@ class Planner:
                 requests,
                 float(self.config.device_budget or UNBOUNDED),
                 lockstep=self._lockstep,
+                modes=MODES if self.config.full_kv != "device" else ("plain", "pinned"),
                 windows=WINDOWS if self.config.window == "auto" else (0, self.config.window),
                 margin=LOCKSTEP_MARGIN if self._lockstep else SWAP_MARGIN,
             )
