@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -63,7 +63,8 @@ def test_full_kv_that_rests_on_the_device_is_never_swapped(monkeypatch: pytest.M
     costs = CostModel({8: 1.0, 128: 1.0}, read=1e-12, pair=1e-12, links={"host": Link(0.0, 1e-12)}, layers=2)
     monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: RoundPricer(costs)))
     budget = int(1.5 * draft_bytes(keep=1.0))
-    for tier, mode in (("host", "offloaded"), ("device", "plain")):
+    tiers: tuple[tuple[Literal["host", "device"], str], ...] = (("host", "offloaded"), ("device", "plain"))
+    for tier, mode in tiers:
         config = EngineConfig(
             compressor="random", keep=0.1, mode="auto", window="auto", full_kv=tier, device_budget=budget, scheduler="staggered"
         )
