@@ -1,5 +1,5 @@
 # Everything runs in .venv, which needs nothing but Python 3.10+ with venv and pip.
-# `make demo` shows the main job on a real model; `make ci` runs all of the tests.
+# `make demo` shows the main job on a real model; `make ci` runs all tests but the slow ones, which `make test-slow` adds.
 
 PYTHON ?= python3
 VENV   ?= .venv
