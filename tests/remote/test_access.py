@@ -307,6 +307,7 @@ def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.fault("settings", "a port that is taken, before a model is loaded")
 @pytest.mark.parametrize(
     "argv",
     [
@@ -324,6 +325,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(argv: list[str], 
     assert "another port" in err
 
 
+@pytest.mark.fault("settings", "flags of a drafter that contradict")
 def test_metrics_of_a_drafter_that_does_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["draft", "-c", "identity", "--remote", "127.0.0.1:1", "-m", "/nowhere", "--metrics", "127.0.0.1:0"]
     assert cli.main([*argv, "a prompt"]) == 2

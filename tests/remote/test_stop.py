@@ -34,6 +34,7 @@ def slow_store() -> tuple[Engine, Gate]:
     return engine, gate
 
 
+@pytest.mark.fault("verifier", "stopped while it waits for a load of hours")
 @pytest.mark.parametrize("grace", [0.0, 0.2, None])
 def test_a_store_stops_while_it_waits_for_a_load_and_costs_no_token(grace: float | None, tmp_path: Path) -> None:
     """Without a grace period it is the verifier alone that stops; whoever waits for a verdict must not get half a one."""
@@ -52,6 +53,7 @@ def test_a_store_stops_while_it_waits_for_a_load_and_costs_no_token(grace: float
         assert engine.loop.ring.nbytes == 0
 
 
+@pytest.mark.fault("hang", "a load of the verifier, while the drafter stops")
 def test_a_drafter_stops_while_its_store_waits_for_a_load(tmp_path: Path) -> None:
     engine, gate = slow_store()
     with store(tmp_path, engine) as server:
@@ -64,6 +66,7 @@ def test_a_drafter_stops_while_its_store_waits_for_a_load(tmp_path: Path) -> Non
         assert [job.result().finish_reason for job in jobs] == ["cancelled"] * 2
 
 
+@pytest.mark.fault("hang", "a load of the verifier, while the drafter drains")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
     number: signal.Signals,
@@ -91,6 +94,7 @@ def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
     assert (answer["id"], answer["finish_reason"], answer["error"]) == ("a", "cancelled", None)
 
 
+@pytest.mark.fault("verifier", "stopped while it computes a prefix")
 def test_a_prefix_under_way_does_not_keep_a_store_from_stopping(tmp_path: Path) -> None:
     engine, begun = store_engine(), threading.Event()
     step = engine.loop.step
@@ -108,6 +112,7 @@ def test_a_prefix_under_way_does_not_keep_a_store_from_stopping(tmp_path: Path) 
         assert job.result().token_ids == plain([PREFIX], PARAMS)[0].token_ids
 
 
+@pytest.mark.fault("verifier", "stopped before and behind a question")
 def test_every_command_is_answered_also_those_that_come_too_late() -> None:
     commands = Commands()
     early, ran = commands.call(lambda: 1), commands.run_next(0.0)

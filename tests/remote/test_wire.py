@@ -12,9 +12,17 @@ import pytest
 from typing_extensions import Self
 
 from tests.remote.stores import drafter, plain, prompts, same, store
+from vericache_core.remote import link
 from vericache_core.runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=24)
+
+
+def hang_up(end: socket.socket) -> None:
+    """Close, and tell the peer at once: closing alone does not as long as another thread is in ``recv``."""
+    with contextlib.suppress(OSError):  # it may have been closed before
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
 
 
 class Wire:
@@ -38,11 +46,10 @@ class Wire:
             self.ended.set()
             sockets = list(self._sockets)
         for each in sockets:
-            with contextlib.suppress(OSError):  # it may have been closed before
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+            hang_up(each)
         for thread in self._threads:
             thread.join(5)
+        assert not [thread for thread in self._threads if thread.is_alive()]
 
     def _accept(self) -> None:
         while not self.ended.is_set():
@@ -54,8 +61,8 @@ class Wire:
             with self._lock:
                 self._sockets += [near, far]
                 if self.ended.is_set():  # whoever closes them has been here
-                    near.close()
-                    far.close()
+                    hang_up(near)
+                    hang_up(far)
                     return
             for source, target, down in ((near, far, False), (far, near, True)):
                 thread = threading.Thread(target=self._carry, args=(source, target, down), daemon=True)
@@ -68,7 +75,7 @@ class Wire:
                 self.carried += len(data) * down
                 target.sendall(self._changed(data, target) if down and self.carried > self.good else data)
         for each in (source, target):
-            each.close()
+            hang_up(each)
 
     def _changed(self, data: bytes, target: socket.socket) -> bytes:
         if self.fault == "cut":
@@ -104,3 +111,19 @@ def test_a_bad_wire(tmp_path: Path, fault: str, good: int) -> None:
         same(got, expected)
         assert wire.carried > good, "the fault never set in"
         assert good < 1000 or any(output.metrics.degraded for output in got)
+
+
+@pytest.mark.fault("hang", "accepts and says nothing, while a drafter closes")
+def test_a_drafter_that_closes_leaves_no_attempt_to_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC does not break off an attempt when its channel is closed; it must end by itself soon, not 20 seconds later."""
+    monkeypatch.setattr(link, "_LEAST_CONNECT", 1.0)
+    expected = plain(prompts(1), PARAMS)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with drafter(tmp_path, 1, remote=address, compressor="random", keep=0.5, remote_timeout=1.0) as engine:
+            near, _ = silent.accept()
+            same(engine.generate(prompts(1), PARAMS), expected)
+        with near:
+            near.settimeout(15)  # by itself gRPC takes 20
+            while near.recv(4096):
+                pass

@@ -28,6 +28,7 @@ def test_a_store_that_works_is_left_as_it_was(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
+@pytest.mark.fault("settings", "a prefix store that is no folder, before a model is loaded")
 @pytest.mark.parametrize("place", ["a-file/below", "a-file"])
 def test_a_folder_that_cannot_be_used_is_an_error(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a-file").write_text("")
@@ -39,7 +40,13 @@ def test_a_folder_that_cannot_be_used_is_an_error(place: str, tmp_path: Path, ca
     assert "nowhere" not in err
 
 
-@pytest.mark.parametrize("kind", [StoreTimeout, StoreFull])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(StoreTimeout, marks=pytest.mark.fault("hang", "a folder, at start")),
+        pytest.param(StoreFull, marks=pytest.mark.fault("space", "a folder, at start")),
+    ],
+)
 def test_a_folder_that_is_full_or_slow_is_not(
     kind: type[StoreError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,6 +60,7 @@ def test_a_folder_that_is_full_or_slow_is_not(
         check_store(f"file://{tmp_path}?required=yes")
 
 
+@pytest.mark.fault("refused", "Redis, at start")
 def test_a_server_that_is_away_is_warned_of_and_an_error_where_it_is_required(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis", reason="needs vericache[redis]")
     url = f"redis://somebody:secret@{nobody()}"
@@ -66,6 +74,7 @@ def test_a_server_that_is_away_is_warned_of_and_an_error_where_it_is_required(ca
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.fault("settings", "a word of a prefix store's address")
 def test_required_is_yes_or_no(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="required=maybe"):
         check_store(f"file://{tmp_path}?required=maybe")

@@ -22,6 +22,10 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
     }
 )
+_LEAST_CONNECT: Final = 5.0
+"""Least seconds for one attempt to connect: several round trips, with TLS."""
+_MOST_CONNECT: Final = 20.0
+"""Most seconds for it, which is also what gRPC takes by itself."""
 
 
 class Link:
@@ -44,6 +48,9 @@ class Link:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 2000),
+            # Despite its name, how long gRPC tries to connect. It does so even after the channel was closed, if the other end
+            # accepts and says nothing.
+            ("grpc.min_reconnect_backoff_ms", int(min(max(_LEAST_CONNECT, timeout), _MOST_CONNECT) * 1000)),
             ("grpc.keepalive_time_ms", 20000),
             ("grpc.keepalive_timeout_ms", int(max(1.0, timeout) * 1000)),
         ]
@@ -124,7 +131,7 @@ class Link:
         return RemoteError(f"the store at {self.address} failed in {method}", cause=f"{code.name}: {details[:300]}", hint=hint)
 
     def close(self) -> None:
-        """Hang up; calls under way end with an error."""
+        """Hang up; calls under way end with an error. An attempt to connect that is under way ends when its time is over."""
         self._channel.close()
 
 
