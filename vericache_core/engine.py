@@ -189,8 +189,8 @@ class Engine(RequestBuilding):
         Raises:
             VeriCacheError: the request failed; everything yielded before is right.
         """
-        request = self._request(prompt, params or SamplingParams(), compressor, False)
         with self._lock:
+            request = self._request(prompt, params or SamplingParams(), compressor, False)
             self.loop.add(request)
         seen = 0
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, GuessBook
-from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import NGramProposer
 from vericache_core.runtime.window import Experience, WindowController
@@ -112,10 +112,10 @@ def test_a_pace_learns_from_what_was_committed_whether_it_asked_or_not() -> None
 def test_windows_are_weighed_against_asking_directly() -> None:
     """Drafting saves a third of a plain token's time; proposals that all hold save more."""
     rounds = tuple(1.0 + 0.6 * window for window in range(65))
-    plain = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: rounds, PriorBook(), "toy")
+    plain = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: rounds)
     assert plain.next_window() > 0
     direct = DirectPace(NGramProposer(), GuessBook(), lambda: prices(0.0), 0)
     for length in range(1, 40):
         direct.round_ended([3] * length)
-    weighed = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: direct.weigh(rounds), PriorBook(), "toy")
+    weighed = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: direct.weigh(rounds))
     assert weighed.next_window() == 0

@@ -69,7 +69,7 @@ def _acceptance(engine: Any, context: int, new_tokens: int) -> Prior:
     from vericache_core.runtime.hazard import WORTH, HazardEstimate, Prior
     from vericache_core.runtime.sampling_params import SamplingParams
 
-    estimate = HazardEstimate(memory=1e9, recent=1e9)
+    estimate = HazardEstimate(memory=1e9)
     prompts = build_prompts(engine.tokenizer, engine.adapter.vocab_size, context)
     for output in engine.generate([list(p.token_ids) for p in prompts], SamplingParams(max_new_tokens=new_tokens)):
         if output.error is not None:

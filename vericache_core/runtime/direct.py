@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from vericache_core.runtime.hazard import HazardEstimate, Prior, PriorBook
+from vericache_core.runtime.hazard import HazardEstimate, Prior
 from vericache_core.runtime.regimes import RegimeBelief, Regimes
 
 MOST_PROPOSALS: Final = 16
 """Proposals that one row of the full KV each may be spent on."""
-_NONE = "nothing to propose"
 _MEMORY: Final = 100.0
 """Rounds after which having had no proposal counts 1/e."""
 
@@ -27,7 +26,7 @@ class GuessBook:
     """
 
     def __init__(self) -> None:
-        self.none = PriorBook({_NONE: Prior(0.5, 4.0)})
+        self.none = HazardEstimate(Prior(0.5, 4.0), memory=5000.0)
         self.wrong = Regimes(Prior(0.3, 8.0))
 
 
@@ -50,14 +49,14 @@ class DirectBelief:
 
     def __init__(self, book: GuessBook) -> None:
         self._book = book
-        self._none = HazardEstimate(book.none.prior(_NONE), _MEMORY, _MEMORY)
+        self._none = HazardEstimate(book.none.learnt, _MEMORY)
         self._wrong = RegimeBelief(book.wrong)
 
     def observe(self, proposed: int, agreed: int) -> None:
         """Take in a round: ``proposed`` tokens, 0 if there was nothing to propose, of which ``agreed`` held."""
         found = int(proposed > 0)
         self._none.observe(1, found)
-        self._book.none.observe(_NONE, 1, found)
+        self._book.none.observe(1, found)
         self._wrong.observe(proposed, agreed)
 
     def best(self, prices: Sequence[float]) -> tuple[int, float]:

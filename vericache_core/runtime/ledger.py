@@ -18,20 +18,22 @@ class Ledger:
 
     def __init__(self, memory: float = math.inf) -> None:
         self._memory = memory
-        self.gained = 0.0
-        self._granted = self._committed = 0.0
+        self._gained = self._committed = self._granted = 0.0
 
-    def open(self, grant: int) -> None:
-        """Count ``grant`` tokens as good as committed: those of a request that will generate as many."""
-        self._granted += grant
+    def grant(self, tokens: int) -> None:
+        """Count ``tokens`` as good as committed: those that a request will generate; below 0 those that it will not."""
+        self._granted += tokens
 
-    def enter(self, committed: int, gained: float) -> None:
-        """Take in a round that committed so many tokens and gained so many plain ones, lost them if below 0."""
+    def enter(self, committed: int, gained: float, granted: int = 0) -> None:
+        """Take in a round that committed so many tokens, ``granted`` of them counted before.
+
+        ``gained`` is in plain tokens, below 0 if the round has lost.
+        """
         kept = math.exp(-committed / self._memory)
-        self._granted *= kept
+        self._granted -= granted
         self._committed = self._committed * kept + committed
-        self.gained = self.gained * kept + gained
+        self._gained = self._gained * kept + gained
 
     def credit(self, tolerance: float) -> float:
         """Plain tokens that may be lost from here on: the tolerated fraction, plus gains, less losses."""
-        return tolerance * max(self._granted, self._committed) + self.gained
+        return tolerance * (self._granted + self._committed) + self._gained

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vericache_core.runtime.hazard import PriorBook
 from vericache_core.runtime.window import WindowController
 
 Prices = Callable[[], Sequence[float]]
@@ -16,18 +15,20 @@ class Pace:
     Args:
         controller: of this request.
         prices: seconds of rounds by window, now.
-        book: experience shared by requests, and the key of this one's compressor in it.
     """
 
-    def __init__(self, controller: WindowController, prices: Prices, book: PriorBook, key: str) -> None:
+    def __init__(self, controller: WindowController, prices: Prices) -> None:
         self.controller = controller
-        self._prices, self._book, self._key = prices, book, key
+        self._prices = prices
 
     def next_window(self) -> int:
         """Tokens to draft in the round that begins; 0 for one plain token."""
         return self.controller.choose(self._prices())
 
-    def round_ended(self, drafted: int, accepted: int) -> None:
-        """Take in what the full KV said of a round."""
-        self.controller.observe(drafted, accepted, self._prices())
-        self._book.observe(self._key, drafted, accepted)
+    def round_ended(self, drafted: int, accepted: int, committed: int) -> None:
+        """Take in what the full KV said of a round, which committed so many tokens."""
+        self.controller.observe(drafted, accepted, self._prices(), committed)
+
+    def close(self) -> None:
+        """The request has ended."""
+        self.controller.close()

@@ -13,7 +13,7 @@ from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.calibration import load_calibration, prior_key
 from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, GuessBook
-from vericache_core.runtime.hazard import Prior, PriorBook
+from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mode, best_mix
@@ -59,7 +59,7 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             found.check_link(config.calibration, config.link_bytes_per_s)
             self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
-        self.book, self._guesses = PriorBook(priors), GuessBook()
+        self._priors, self._guesses = priors, GuessBook()
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
@@ -116,7 +116,7 @@ class Planner:
                 full if tier == "disk" else (1 - share) * full,
                 full * self.config.ring_layers / len(self._adapter.layers),
                 "host" if tier == "device" else tier,
-                self.book.prior(self._key(compressor)).hazard,
+                self._experience(self._key(compressor)).regimes.mean,
                 new_tokens,
                 plain_gain=self._plain_gain(tokens, full, requests),
             )
@@ -166,11 +166,11 @@ class Planner:
                 found = tuple(price + proposer.seconds(window) for window, price in enumerate(found))
             return found if request.direct is None else request.direct.weigh(found)
 
-        return Pace(controller, prices, self.book, key)
+        return Pace(controller, prices)
 
     def _experience(self, key: str) -> Experience:
         if key not in self._experiences:
-            self._experiences[key] = Experience(self.book.prior(key))
+            self._experiences[key] = Experience(self._priors.get(key))
         return self._experiences[key]
 
     def _situation(self, request: Request, company: Callable[[], tuple[int, int]]) -> Situation:

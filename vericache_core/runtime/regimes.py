@@ -44,6 +44,11 @@ class Regimes:
         """Chance of each of ``HAZARDS`` when one is drawn."""
         return _normal(self._counts)
 
+    @property
+    def mean(self) -> float:
+        """Expected hazard of a token of which nothing is known."""
+        return float(sum(map(mul, self.shares, HAZARDS)))
+
     def add(self, counts: Sequence[float], tokens: int) -> None:
         """Take in that ``tokens`` drafted tokens were met by each of ``HAZARDS`` so many times, in expectation."""
         self._counts = _faded(self._counts, counts, tokens / self._memory)
@@ -65,10 +70,12 @@ class RegimeBelief:
     @property
     def mean(self) -> float:
         """Expected hazard of the next token."""
-        return sum(chance * hazard for chance, hazard in zip(self._now, HAZARDS, strict=True))
+        return float(sum(map(mul, self._now, HAZARDS)))
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Take in one round: ``drafted`` tokens of which the first ``accepted`` agreed with the full KV; 0 for a plain token.
+    def observe(self, drafted: int, accepted: int, plain: int = 1) -> None:
+        """Take in one round: ``drafted`` tokens of which the first ``accepted`` agreed with the full KV.
+
+        Without drafts ``plain`` tokens have passed that say nothing.
 
         Raises:
             ValueError: that cannot be.
@@ -81,7 +88,8 @@ class RegimeBelief:
             met = [count + chance for count, chance in zip(met, now, strict=True)]
             self._now, seen = _turned(now, drawn), seen + 1
         if accepted == drafted:  # the token that the full KV has added was drafted by nobody
-            self._now = _turned(self._now, drawn)
+            for _ in range(1 if drafted else plain):
+                self._now = _turned(self._now, drawn)
         if seen:
             self._regimes.add(met, seen)
             self._own = _faded(self._own, met, seen / self._memory)

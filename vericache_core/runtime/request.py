@@ -269,7 +269,7 @@ class Request:
         if direct is not None:
             self._guarded(lambda _: direct.round_ended(self.tokens))
         if self.pace is not None and self.draft is not None:
-            self.pace.round_ended(drafted, accepted)
+            self.pace.round_ended(drafted, accepted, self.round_accepted + 1)
         self.round_drafted = self.round_accepted = 0
         self.verifying = self._round_open = False
 
@@ -291,6 +291,8 @@ class Request:
         self.full.close()
         if self.proposer is not None:
             self.proposer.close()
+        if self.pace is not None:
+            self.pace.close()
 
     def device_bytes(self) -> int:
         """Device KV bytes that this request holds between steps."""

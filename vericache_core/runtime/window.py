@@ -77,17 +77,12 @@ class WindowController:
         self.belief = RegimeBelief(experience.regimes)
         self.window = 0
         self._pool, self._own = experience.ledger, Ledger()
-        for ledger in (self._pool, self._own):
-            ledger.open(min(horizon, self.policy.grant))
+        self._granted = 0
+        self._grant(min(horizon, self.policy.grant))
         self._plain = 0
         self._failures = 0
         self._probing = False
         self._windows: list[int] = [window for window in WINDOWS if window <= min(self.policy.most, MOST)]
-
-    @property
-    def gained(self) -> float:
-        """Plain tokens that drafting has gained so far, less than 0 if it has lost."""
-        return self._own.gained
 
     @property
     def credit(self) -> float:
@@ -105,18 +100,21 @@ class WindowController:
         self.window = window
         return window
 
-    def observe(self, drafted: int, accepted: int, prices: Sequence[float]) -> None:
-        """Take in a round: ``drafted`` tokens, 0 for a plain token, of which ``accepted`` agreed.
+    def observe(self, drafted: int, accepted: int, prices: Sequence[float], plain: int = 1) -> None:
+        """Take in a round: ``drafted`` tokens of which ``accepted`` agreed, or 0 and ``plain`` tokens by the full KV alone.
 
         Raises:
             ValueError: that cannot be.
         """
-        self.belief.observe(drafted, accepted)
+        self.belief.observe(drafted, accepted, plain)
         gained = accepted + 1 - prices[drafted] / prices[0] if drafted else 0.0
+        committed = accepted + 1 if drafted else plain
+        granted = min(committed, self._granted)
+        self._granted -= granted
         for ledger in (self._pool, self._own):
-            ledger.enter(accepted + 1, gained)
+            ledger.enter(committed, gained, granted)
         if not drafted:
-            self._plain += 1
+            self._plain += plain
             return
         self._plain = 0
         if not self._probing:
@@ -125,6 +123,15 @@ class WindowController:
             self._failures += 1
         else:
             self._failures, self._plain = 0, self.policy.interval  # try again at once
+
+    def close(self) -> None:
+        """Give back what was granted for tokens that this request will not generate."""
+        self._grant(-self._granted)
+
+    def _grant(self, tokens: int) -> None:
+        self._granted += tokens
+        for ledger in (self._pool, self._own):
+            ledger.grant(tokens)
 
     def _best(self, prices: Sequence[float]) -> int:
         expected = self.belief.expected_accepted(self._windows[-1])
