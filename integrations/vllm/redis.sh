@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Debian's redis-server where it is missing and we may. Never fails: run_tests.py goes on without Redis, and says
-# what it did not test.
+# Installs Debian's redis-server where it is missing and we may. Never fails: run_tests.py says what it cannot test
+# without Redis, and goes on or fails (SCALEOUT_REQUIRE_REDIS).
 set -uo pipefail
 
 install_redis() {

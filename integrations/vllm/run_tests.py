@@ -31,6 +31,8 @@ NO_REDIS = (
     "NOT TESTED: that the full KV comes back from Redis. redis-server is missing, LMCache keeps KV in its memory only; "
     "install it (Debian: apt-get install redis-server) and run this again"
 )
+REQUIRE_REDIS = os.environ.get("SCALEOUT_REQUIRE_REDIS", "0") not in ("", "0")
+"""Whether a missing ``redis-server`` is an error, and not one test less."""
 ROUNDS = 5
 """Times that children of the killed are looked for."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -54,6 +56,9 @@ def main(files: Sequence[str]) -> int:
     missing = [] if shutil.which("redis-server") else [NO_REDIS]
     for line in missing:
         say(line)
+    if missing and REQUIRE_REDIS:
+        say("nothing was run, as SCALEOUT_REQUIRE_REDIS asks")
+        return 1
     adopt_orphans()
     signal.signal(signal.SIGTERM, _interrupt)
     lines, failed = [], False

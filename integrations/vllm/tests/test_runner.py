@@ -33,8 +33,11 @@ def write(file: Path, body: str) -> Path:
     return file
 
 
-def start(*files: Path, seconds: int = 600, grace: float = 60.0, path: str | None = None) -> subprocess.Popen[str]:
+def start(
+    *files: Path, seconds: int = 600, grace: float = 60.0, path: str | None = None, strict: str = "0"
+) -> subprocess.Popen[str]:
     environment = {**os.environ, "SCALEOUT_SECONDS": str(seconds), "SCALEOUT_GRACE": str(grace)}
+    environment["SCALEOUT_REQUIRE_REDIS"] = strict
     if path is not None:
         environment["PATH"] = path
     command = [sys.executable, str(RUNNER), *map(str, files)]
@@ -121,3 +124,20 @@ def test_without_redis_it_says_what_was_not_tested(file: Path, tmp_path: Path) -
     assert output.startswith("NOT TESTED")
     assert output.rstrip().splitlines()[-1].startswith("NOT TESTED")
     assert "apt-get install redis-server" in output
+
+
+def test_redis_may_be_required(file: Path, tmp_path: Path) -> None:
+    write(file, "def test(): pass")
+    runner = start(file, path=str(tmp_path), strict="1")
+    output = output_of(runner)
+    assert runner.returncode == 1, output
+    assert "redis-server is missing" in output
+    assert "nothing was run" in output
+    assert file.name not in output
+    program = tmp_path / "redis-server"
+    program.write_text("")
+    program.chmod(0o755)
+    runner = start(file, path=str(tmp_path), strict="1")
+    output = output_of(runner)
+    assert runner.returncode == 0, output
+    assert "NOT TESTED" not in output
