@@ -63,7 +63,7 @@ def test_runs_are_read_with_their_wrong_drafts_and_the_speed_of_their_link(tmp_p
     assert (first.system, first.answers, first.link, first.tier) == ("plain", (), None, None)
     assert second.tokens_per_s == pytest.approx((32 + 16) / 2)
     assert second.processor == "cpu"
-    assert [[at for at, wrong in enumerate(answer) if wrong] for answer in second.answers] == [[], [3]]
+    assert [[at for at, wrong in enumerate(answer) if wrong == 1] for answer in second.answers] == [[], [3]]
     assert (third.link, third.hidden, third.tier, third.budget_share) == (3.5e8, 0.9, "host", 1.0)
 
 
@@ -74,6 +74,9 @@ def test_runs_are_read_with_their_wrong_drafts_and_the_speed_of_their_link(tmp_p
         ("", "holds no runs"),
         ('{"schema": "vericache.simulate/1"}\n', "holds no runs"),
         (json.dumps(HEAD) + '\n{"workload": "long", "system": "plain", "run": {}}\n', "of another form"),
+        (json.dumps(HEAD) + "\n" + json.dumps(line("plain", decode_seconds=0.0)), "of another form.*ZeroDivisionError"),
+        (json.dumps(HEAD) + "\n" + json.dumps(line("plain", trace=traced([[0.1, 2, 4, 3]]))), "of another form.*IndexError"),
+        (json.dumps(HEAD) + "\n" + json.dumps({**line("plain"), "system": 3}), "of another form.*TypeError"),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
@@ -198,12 +201,39 @@ def test_an_auto_row_knows_what_others_know(tmp_path: Path) -> None:
     drafted = line("vericache snapkv:keep=0.25 x8", "slow-host-30", **slow)
     auto, _, _ = read_runs(written(tmp_path / "runs", chosen, drafted, line("vericache other:keep=0.5 x8")))
     assert (auto.kept, auto.link) == (0.25, 3.5e8)
-    assert [sum(answer) for answer in auto.answers] == [0, 1]
+    assert [answer.count(1.0) for answer in auto.answers] == [0, 1]
     assert auto.lookups[0].wrong[:5] == (0.0, 1.0, 0.0, 0.0, 1 / 4)
     drafting = line("auto", "slow-host-30", **slow)
     own, asked, _ = read_runs(written(tmp_path / "runs", drafting, line("ngram", "slow-host-30"), line("ngram")))
     assert (own.kept, own.link) == (None, 3.5e8)
     assert own.lookups == asked.lookups != ()
+
+
+def test_a_row_that_stopped_drafting_takes_the_rest_from_a_window_of_one_length(tmp_path: Path) -> None:
+    """A round that failed says nothing of the tokens after it, whether the window was the controller's or the mode, too."""
+    failed = traced([[0.1, 0, 4, 0]])
+    fixed = line("vericache snapkv:keep=0.25 x8", trace=traced([[0.1, 0, 8, 8], [0.2, 0, 8, 8]]))
+    wavering = line("vericache snapkv:keep=0.25 xauto", trace=failed)
+    other = line("vericache kivi:keep=0.5 x8", trace=traced([[0.1, 0, 8, 1]]))
+    choosing = [line(name, trace=failed) for name in ("auto", "auto kivi:keep=0.5")]
+    rows = read_runs(written(tmp_path / "runs", wavering, *choosing, fixed, other))
+    for each in rows[:2]:
+        assert each.answers[0][:18] == (1.0, *(0.0,) * 7, 1 / 17, *(0.0,) * 8, 1 / 17)
+    assert rows[2].answers[0][:3] == (1.0, 1.0, 2 / 3)
+    assert rows[3].answers[0][:3] == (0.0, 0.0, 0.0)
+    alone = read_runs(written(tmp_path / "alone", wavering))[0]
+    assert alone.answers == ((1.0,) * 32,) * 2
+
+
+def test_an_auto_row_is_told_of_proposals_by_one_that_always_asks(tmp_path: Path) -> None:
+    """A round of its own that asked about nothing may be one that thought nothing of what there was."""
+    silent = {"phases": [[0.1, 0.2, 0, "decode"], [0.2, 0.3, 0, "decode"]], "windows": [[0.4, 0, 2, 2]]}
+    asking = line("ngram", trace=traced([[0.1, 0, 4, 4], [0.2, 0, 4, 1]], drafts=False))
+    auto, ngram = read_runs(written(tmp_path / "runs", line("auto", trace=silent), asking))
+    assert auto.lookups == ngram.lookups
+    assert auto.lookups[0].found[:3] == (1.0, 1.0, 1.0)
+    (alone,) = read_runs(written(tmp_path / "alone", line("auto", trace=silent)))
+    assert alone.lookups[0].found[:3] == (0.0, 0.0, 1.0)
 
 
 def test_on_a_cpu_the_cores_that_compute_copy_what_is_swapped() -> None:

@@ -61,7 +61,7 @@ def _json(row: Compared) -> dict[str, Any]:
             "tokens_per_s": found.tokens_per_s,
             "swap_hidden_fraction": found.hidden,
             "peak_device_kv_bytes": found.peak,
-            "drafts_wrong": sum(map(sum, found.answers)),
+            "drafts_wrong": sum(answer.count(1.0) for answer in found.answers),
             "link_bytes_per_s": found.link,
         },
         "simulated": {

@@ -1,8 +1,8 @@
 """Measured runs beside what the simulator says of them: how far the one is from the other.
 
-The runs are those of ``vericache bench throughput --lines FILE``. What a run knows of its drafts and proposals is taken from it
-(:mod:`vericache_core.simulate.rounds`), and how fast its link was. Times and bytes are the simulator's own, from a calibration
-of the machine.
+The runs are those of ``vericache bench throughput --lines FILE``. What a run knows of its drafts and proposals is taken from
+it (:mod:`vericache_core.simulate.replayed`), and how fast its link was. Times and bytes are the simulator's own, from a
+calibration of the machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Order, Setup, simulate
 from vericache_core.simulate.hardware import DEVICES
 from vericache_core.simulate.lookup import Lookup
+from vericache_core.simulate.replayed import Round, fixed_window, lookups, rounds, wrong_drafts
 from vericache_core.simulate.request import Compression
-from vericache_core.simulate.rounds import lookups, rounds, window, wrong_drafts
 
 RUNS_SCHEMA: Final = "vericache.bench.throughput.runs/1"
 ENGINE_PAGE: Final = 128
@@ -46,7 +46,8 @@ class MeasuredRow:
         budget_share: device bytes for KV as a share of all requests' full KV, None without limit.
         tokens_per_s: median over the repetitions, and so are the share of swap time that was hidden and the peak.
         link: bytes a second of its swaps.
-        answers: by request and token, 1.0 where a draft was wrong and 0.0 elsewhere; empty without drafts.
+        answers: by request and token the chance that a draft is wrong; empty without drafts. 1.0 and 0.0 where one was
+            checked in this row or else in another of the workload with the same compressor.
         lookups: by request, what prompt lookup was to it where the full KV was asked directly; empty without.
         processor: ``cpu`` or ``cuda``, where it ran.
         drafter: a system whose compressor it has, where its own name does not say.
@@ -115,18 +116,19 @@ def read_runs(path: str) -> list[MeasuredRow]:
         if line is not None and line.get("run") is not None:
             found.setdefault((line["workload"], line["system"]), []).append(line)
     try:
-        rows = [_row(lines, str(head["head"]["device"])) for lines in found.values()]
-    except (KeyError, TypeError, ValueError) as error:
+        read = [_row(lines, str(head["head"]["device"])) for lines in found.values()]
+        return [_completed(row, own, read) for row, own in read]
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UsageError(f"--compare {path}: holds runs of another form", cause=repr(error)) from error
-    return [_completed(row, rows) if row.system.split()[0] == "auto" else row for row in rows]
 
 
-def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:
+def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> tuple[MeasuredRow, list[Round]]:
+    """A row as far as its own runs know it, and the rounds of one of them."""
     facts, runs = lines[0]["facts"], [line["run"] for line in lines]
     found = next((rounds(run["trace"]) for run in runs if run["trace"] is not None), [])
     requests, new_tokens = len(facts["prompt_tokens"]), facts["new_tokens"] - 1
     swapped, seconds = (sum(run[name] or 0.0 for run in runs) for name in ("swap_bytes", "swap_seconds"))
-    return MeasuredRow(
+    row = MeasuredRow(
         lines[0]["system"],
         lines[0]["workload"],
         tuple(facts["prompt_tokens"]),
@@ -137,25 +139,52 @@ def _row(lines: Sequence[Mapping[str, Any]], processor: str) -> MeasuredRow:
         _median(run["swap_hidden_fraction"] for run in runs),
         _median(run["peak_device_kv_bytes"] for run in runs),
         swapped / seconds if seconds else None,
-        wrong_drafts(found, requests, new_tokens),
+        wrong_drafts([found], requests, new_tokens),
         processor,
-        window(found, new_tokens),
+        fixed_window(found, new_tokens),
         lookups(found, requests, new_tokens),
     )
+    return row, found
 
 
-def _completed(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> MeasuredRow:
-    """An ``auto`` row with what others of its workload know of drafts, proposals and a link that it chose to do without."""
-    _, _, compressor = row.system.partition(" ")
-    same = [other for other in rows if other.workload == row.workload]
-    drafting = [other for other in same if other.answers and other.kept is not None and compressor in other.system]
-    looking = [other for other in (row, *same) if other.lookups]
-    if drafting and not row.answers:
-        row = replace(row, answers=drafting[0].answers)
+def _completed(row: MeasuredRow, own: Sequence[Round], read: Sequence[tuple[MeasuredRow, Sequence[Round]]]) -> MeasuredRow:
+    """``row`` with what others of its workload know of drafts, proposals and a link that it did without."""
+    ours = _OURS.fullmatch(row.system)
+    if ours is None or ours[1] in ("plain", "ngram"):
+        return row
+    same = [
+        (other, found)
+        for other, found in read
+        if other is not row and (other.workload, other.prompts, other.new_tokens) == (row.workload, row.prompts, row.new_tokens)
+    ]
+    lending = [(other, found) for other, found in same if other.answers and other.kept is not None]
+    # Windows of one length have nearly every token drafted, those of a controller only where they were thought to pay.
+    lending = [each for each in lending if _fixed(each[0])] or lending
+    compressor = ours[2] or (_compressor(lending[0][0]) if lending else None)
+    drafting = [each for each in lending if _compressor(each[0]) == compressor]
+    if drafting:
+        runs = [own, *(found for _, found in drafting)]
+        row = replace(row, answers=wrong_drafts(runs, len(row.prompts), row.new_tokens - 1))
+    if ours[1] != "auto":
+        return row
     if drafting and row.kept is None:
-        row = replace(row, drafter=drafting[0].system)
-    links = [other.link for other in (row, *same) if other.link is not None]
-    return replace(row, link=links[0] if links else None, lookups=looking[0].lookups if looking else ())
+        row = replace(row, drafter=drafting[0][0].system)
+    links = [other.link for other in (row, *(other for other, _ in same)) if other.link is not None]
+    # An engine that chooses may have had proposals that it did not ask about; ``ngram`` always asks.
+    asking = sorted((row, *(other for other, _ in same)), key=lambda other: other.system != "ngram")
+    known = (other.lookups for other in asking if other.lookups)
+    return replace(row, link=links[0] if links else None, lookups=next(known, ()))
+
+
+def _compressor(row: MeasuredRow) -> str | None:
+    ours = _OURS.fullmatch(row.system)
+    return None if ours is None else ours[2]
+
+
+def _fixed(row: MeasuredRow) -> bool:
+    """Whether its windows were of one length: a few rounds of a controller may be by chance."""
+    ours = _OURS.fullmatch(row.system)
+    return ours is not None and ours[1] != "auto" and ours[3] != "auto" and row.drafted is not None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -60,7 +60,7 @@ def rounds(trace: Mapping[str, Any]) -> list[Round]:
     return found
 
 
-def window(found: Sequence[Round], new_tokens: int) -> int | None:
+def fixed_window(found: Sequence[Round], new_tokens: int) -> int | None:
     """The window of ``found``, None if it changed or nothing was drafted; ends of answers may cut it short."""
     drafted = [each for each in found if each.compressed]
     most = max((each.drafted for each in drafted), default=0)
@@ -68,38 +68,54 @@ def window(found: Sequence[Round], new_tokens: int) -> int | None:
     return most if most and whole else None
 
 
-def wrong_drafts(found: Sequence[Round], requests: int, new_tokens: int) -> Tables:
-    """1.0 where a draft was wrong and 0.0 elsewhere; empty if compressed KV drafted nothing.
+def wrong_drafts(runs: Sequence[Sequence[Round]], requests: int, new_tokens: int) -> Tables:
+    """Chances that a draft is wrong; empty if compressed KV drafted nothing.
 
-    If not all was accepted it is the token after what was accepted that was drafted wrongly.
+    Args:
+        runs: rounds of runs that drafted with the same compressed KV. Of each token the first of them that had it drafted
+            says whether the draft was wrong, 1.0, or right, 0.0; one that none had drafted has their mean hazard.
+        requests: of each run.
+        new_tokens: of each answer.
     """
-    wrong = [[0.0] * new_tokens for _ in range(requests)]
-    for each in found:
-        at = each.at + each.accepted
-        if each.compressed and each.accepted < each.drafted and at < new_tokens:
-            wrong[each.request][at] = 1.0
-    return tuple(map(tuple, wrong)) if any(each.compressed for each in found) else ()
+    # What is entered last holds.
+    return _wrong([each for found in reversed(runs) for each in found if each.compressed], requests, new_tokens)
 
 
 def lookups(found: Sequence[Round], requests: int, new_tokens: int) -> tuple[Lookup, ...]:
     """What prompt lookup was to each request; empty if the full KV was asked about no proposal.
 
     A token that no proposal was checked for has the mean chance of the run to be proposed wrongly, one with which no round
-    began the mean chance that there is anything to propose: within accepted proposals there was.
+    began the mean chance that there is anything to propose: within accepted proposals there was. A round that asked about
+    nothing counts as one with nothing to propose, which holds for runs that always ask: a trace does not say why.
     """
     direct = [each for each in found if not each.compressed]
-    checked = sum(each.accepted + (each.accepted < each.drafted) for each in direct)
-    if not checked:
+    wrong = _wrong(direct, requests, new_tokens)
+    if not wrong:
         return ()
     share = sum(each.drafted > 0 for each in direct) / len(direct)
-    hazard = sum(each.accepted < each.drafted for each in direct) / checked
     there = [[share] * new_tokens for _ in range(requests)]
-    wrong = [[hazard] * new_tokens for _ in range(requests)]
     for each in direct:
         for at in range(each.at, min(each.at + each.accepted, new_tokens)):
-            there[each.request][at], wrong[each.request][at] = 1.0, 0.0
+            there[each.request][at] = 1.0
         if each.at < new_tokens:
             there[each.request][each.at] = float(each.drafted > 0)
-        if each.accepted < each.drafted and each.at + each.accepted < new_tokens:
-            wrong[each.request][each.at + each.accepted] = 1.0
-    return tuple(Lookup(tuple(chances), tuple(own)) for chances, own in zip(there, wrong, strict=True))
+    return tuple(Lookup(tuple(chances), own) for chances, own in zip(there, wrong, strict=True))
+
+
+def _wrong(found: Sequence[Round], requests: int, new_tokens: int) -> Tables:
+    """1.0 where a token was refused, 0.0 where one was accepted, their mean elsewhere; empty if none was checked.
+
+    If not all of a round was accepted, it is the token after what was accepted that was refused.
+    """
+    checked = sum(each.accepted + (each.accepted < each.drafted) for each in found)
+    if not checked:
+        return ()
+    mean = sum(each.accepted < each.drafted for each in found) / checked
+    wrong = [[mean] * new_tokens for _ in range(requests)]
+    for each in found:
+        end = each.at + each.accepted
+        for at in range(each.at, min(end, new_tokens)):
+            wrong[each.request][at] = 0.0
+        if each.accepted < each.drafted and end < new_tokens:
+            wrong[each.request][end] = 1.0
+    return tuple(map(tuple, wrong))

@@ -13,8 +13,8 @@ from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.lookup import Lookup
+from vericache_core.simulate.replayed import Round, fixed_window, lookups, rounds, wrong_drafts
 from vericache_core.simulate.request import SimulatedRequest
-from vericache_core.simulate.rounds import Round, lookups, rounds, window, wrong_drafts
 
 
 def test_what_was_committed_is_counted_over_drafts_proposals_and_plain_tokens() -> None:
@@ -48,9 +48,20 @@ def test_what_was_committed_is_counted_over_drafts_proposals_and_plain_tokens() 
 
 def test_wrong_drafts_are_those_of_compressed_kv_alone() -> None:
     found = [Round(0, 0, 4, 2, True), Round(0, 3, 4, 1, False), Round(1, 0, 4, 4, True), Round(1, 5, 9, 3, True)]
-    wrong = wrong_drafts(found, 2, 8)
-    assert [[at for at, chance in enumerate(answer) if chance] for answer in wrong] == [[2], []]  # the last one is past the end
-    assert wrong_drafts([Round(0, 0, 4, 2, False)], 1, 8) == ()
+    mean = 2 / 11  # nine were right, and two were wrong, one of which is past the end
+    first, second = wrong_drafts([found], 2, 8)
+    assert first == (0.0, 0.0, 1.0, mean, mean, mean, mean, mean)
+    assert second == (0.0, 0.0, 0.0, 0.0, mean, 0.0, 0.0, 0.0)
+    assert wrong_drafts([[Round(0, 0, 4, 2, False)]], 1, 8) == ()
+
+
+def test_what_was_not_drafted_is_what_another_run_saw_and_else_the_mean() -> None:
+    """A round that failed and plain tokens from then on; another run drafted some of those."""
+    failed = [Round(0, 0, 4, 0, True), *(Round(0, at, 0, 0, False) for at in range(1, 8))]
+    assert wrong_drafts([failed], 1, 8) == ((1.0,) * 8,)
+    other = [Round(0, 0, 2, 2, True), Round(0, 3, 2, 1, True)]
+    assert wrong_drafts([failed, other], 1, 8) == ((1.0, 0.0, 2 / 5, 0.0, 1.0, 2 / 5, 2 / 5, 2 / 5),)
+    assert wrong_drafts([other, failed], 1, 8) == ((0.0, 0.0, 2 / 5, 0.0, 1.0, 2 / 5, 2 / 5, 2 / 5),)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +75,7 @@ def test_wrong_drafts_are_those_of_compressed_kv_alone() -> None:
     ],
 )
 def test_a_window_is_one_that_only_the_end_of_the_answer_cuts(found: list[Round], expected: int | None) -> None:
-    assert window(found, 17) == expected
+    assert fixed_window(found, 17) == expected
 
 
 def test_lookups_know_what_was_asked_and_take_the_mean_elsewhere() -> None:
@@ -105,8 +116,8 @@ def test_a_simulated_run_gives_itself_back(changes: dict[str, Any], drafts: bool
     windows = [[span.end, span.number, *verdicts[span.number].pop(0)] for span in verifies]
     found = rounds({"phases": phases, "windows": windows})
     if drafts:
-        again = simulate(Setup(costs, 100, Bytes(1e18), **facts, turns=wrong_drafts(found, 3, 60), turn=1))
-        assert window(found, 60) == 5
+        again = simulate(Setup(costs, 100, Bytes(1e18), **facts, turns=wrong_drafts([found], 3, 60), turn=1))
+        assert fixed_window(found, 60) == 5
     else:
         again = simulate(Setup(costs, 100, Bytes(1e18), **facts, lookups=lookups(found, 3, 60)))
     assert (again.windows, again.accepted, again.proposed, again.proposals_kept) == (
