@@ -22,7 +22,9 @@ REPEATS = 3
 
 
 def measure(adapter: ModelAdapter, attend: Attend, swap_dir: str | None = None, repeats: int = REPEATS) -> CostModel:
-    """Measure this model on this machine as it is now; medians of ``repeats`` interleaved runs.
+    """Measure this model on this machine: of ``repeats`` interleaved runs of each step the fastest, of each swap the median.
+
+    Whatever else runs here only ever slows a step, and one slow shape among fast ones would mislead every choice.
 
     Raises:
         ConfigError, SwapError: a tier cannot be used or a clock stood still.
@@ -48,7 +50,7 @@ def measure(adapter: ModelAdapter, attend: Attend, swap_dir: str | None = None, 
     for _ in range(repeats):
         for (_, run), own in zip(runs, times, strict=True):
             own.append(_seconds(run, adapter.device))
-    steps = [StepSample(load, statistics.median(own)) for (load, _), own in zip(runs, times, strict=True)]
+    steps = [StepSample(load, min(own)) for (load, _), own in zip(runs, times, strict=True)]
     return fit(steps, _swaps(adapter, context, swap_dir, repeats), len(adapter.layers))
 
 
