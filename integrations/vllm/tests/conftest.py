@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import uniform
+from patience import pytest_exception_interact  # noqa: F401 (a hook)
 
 from vericache_core import default_registry
 from vericache_vllm.processes import Service, accepts, free_port
