@@ -11,7 +11,7 @@ import pytest
 
 from vericache_core.cli import main as cli
 from vericache_core.config import EngineConfig, replace, without_effect
-from vericache_core.config.conflicts import CLASHES, IDLE
+from vericache_core.config.conflicts import CLASHES, IDLE, Uses
 from vericache_core.errors import ConfigError
 from vericache_core.plugins.fields import option_fields
 
@@ -38,11 +38,21 @@ IDLING: Final[list[tuple[dict[str, Any], str, dict[str, Any]]]] = [
     ({"compressor": "random", "keep_tokens": 9, "mode": "plain"}, "keep_tokens", {"mode": "auto"}),
     ({"compressor": "kivi", "options": {"bits": 2}, "mode": "plain"}, "options", {"mode": "offloaded"}),
     ({**DRAFTS, "mode": "plain", "fold": 3}, "fold", {"mode": "offloaded"}),
+    ({**DRAFTS, **REMOTE, "remote_mode": "fetch", "fold": 3}, "fold", {"remote_mode": "stream"}),
+    (
+        {**DRAFTS, **REMOTE, "remote_mode": "remote", "on_compressor_error": "fail"},
+        "on_compressor_error",
+        {"remote_mode": "verify"},
+    ),
+    ({**REMOTE, "compressor": "random", "keep_tokens": 9, "remote_mode": "fetch"}, "keep_tokens", {"remote_mode": "verify"}),
+    ({**REMOTE, "compressor": "kivi", "options": {"bits": 2}, "remote_mode": "local"}, "options", {"remote_mode": "auto"}),
+    ({**DRAFTS, **REMOTE, "remote_mode": "remote"}, "keep", {"remote_mode": "verify-stateless"}),
     ({**DRAFTS, "mode": "plain", "on_compressor_error": "fail"}, "on_compressor_error", {"mode": "offloaded"}),
     ({**DRAFTS, **REMOTE, "remote_mode": "fetch"}, "compressor", {"remote_mode": "verify"}),
     ({**DRAFTS, **REMOTE, "remote_mode": "local"}, "compressor", {"remote_mode": "auto"}),
     ({"mode": "offloaded"}, "mode", DRAFTS),
     ({"fold": 3}, "fold", DRAFTS),
+    ({"on_compressor_error": "fail"}, "on_compressor_error", DRAFTS),
     ({"require_conformant": True}, "require_conformant", DRAFTS),
     ({"audit_every": 3}, "audit_every", DRAFTS),
     ({"window": 3}, "window", DRAFTS),
@@ -55,7 +65,10 @@ IDLING: Final[list[tuple[dict[str, Any], str, dict[str, Any]]]] = [
     ({**DRAFTS, "full_kv": "device", "ring_layers": 3}, "ring_layers", {"full_kv": "host"}),
     ({**DRAFTS, "full_kv": "device", "link_bytes_per_s": 1e9}, "link_bytes_per_s", {"full_kv": "disk"}),
     ({**DRAFTS, "mode": "pinned", "on_swap_error": "fail"}, "on_swap_error", {"mode": "offloaded"}),
+    ({**DRAFTS, "full_kv": "device", "link_bytes_per_s": 1e9}, "link_bytes_per_s", {"window": "auto"}),  # costs are of it
+    ({**DRAFTS, **REMOTE, "link_bytes_per_s": 1e9}, "link_bytes_per_s", {"remote_mode": "auto"}),
     ({**DRAFTS, **REMOTE, "host_budget": 9}, "host_budget", {"full_kv": "host", "remote": None}),
+    ({**DRAFTS, **REMOTE, "disk_budget": 9}, "disk_budget", {"full_kv": "disk", "remote": None}),
     ({**DRAFTS, "full_kv": "disk", "host_budget": 9}, "host_budget", {"full_kv": "host"}),
     ({**DRAFTS, "full_kv": "host", "disk_budget": 9}, "disk_budget", {"full_kv": "disk"}),
     ({**DRAFTS, "full_kv": "host", "swap_dir": "/x"}, "swap_dir", {"full_kv": "disk"}),
@@ -64,11 +77,12 @@ IDLING: Final[list[tuple[dict[str, Any], str, dict[str, Any]]]] = [
     ({**DRAFTS, "calibration": "c.json"}, "calibration", {"window": "auto"}),
     ({**DRAFTS, **REMOTE, "calibration": "c.json"}, "calibration", {"remote_mode": "auto"}),
     ({**DRAFTS, "assistant": "demo"}, "assistant", {"proposer": "assistant"}),
-    ({**DRAFTS, **REMOTE, "proposer": "ngram"}, "proposer", {"full_kv": "host", "remote": None}),
     ({"tenant": "x"}, "tenant", {"prefix_store": "shm://x"}),
     ({**DRAFTS, "remote_mode": "auto"}, "remote_mode", REMOTE),
     ({**DRAFTS, "remote_token_file": "t"}, "remote_token_file", REMOTE),
     ({**DRAFTS, "remote_ca": "a.pem"}, "remote_ca", REMOTE),
+    ({**DRAFTS, "remote_ca": "a.pem", "remote_cert": "c.pem", "remote_key": "k.pem"}, "remote_cert", REMOTE),
+    ({**DRAFTS, "remote_ca": "a.pem", "remote_cert": "c.pem", "remote_key": "k.pem"}, "remote_key", REMOTE),
     ({**DRAFTS, "remote_plaintext": True}, "remote_plaintext", REMOTE),
     ({**DRAFTS, "remote_timeout": 3.0}, "remote_timeout", REMOTE),
     ({**DRAFTS, "on_remote_error": "fail"}, "on_remote_error", REMOTE),
@@ -102,6 +116,16 @@ def test_a_setting_that_does_nothing_is_told_and_one_that_does_something_is_not(
     assert idle not in without_effect(EngineConfig(**changed), changed, fixed=True)
 
 
+def test_every_rule_and_every_name_in_it_has_a_case() -> None:
+    covered = {
+        (at, idle)
+        for settings, idle, _ in IDLING
+        for at, rule in enumerate(IDLE)
+        if idle in rule.names and rule.holds(Uses(EngineConfig(**settings), fixed=True))
+    }
+    assert covered == {(at, name) for at, rule in enumerate(IDLE) for name in rule.names}
+
+
 def test_requests_that_may_name_a_compressor_use_what_compressors_use() -> None:
     settings: dict[str, Any] = {
         "window": 4,
@@ -113,6 +137,24 @@ def test_requests_that_may_name_a_compressor_use_what_compressors_use() -> None:
     }
     assert without_effect(EngineConfig(**settings), settings) == {}
     assert set(without_effect(EngineConfig(**settings), settings, fixed=True)) == set(settings)
+
+
+SERVING: Final[list[dict[str, Any]]] = [
+    # what a store, a drafter or a calibration may be given, though one `generate` makes nothing of it
+    {**DRAFTS, "mode": "plain", "on_compressor_error": "fail"},
+    {"compressor": "kivi", "options": {"bits": 2}, "mode": "plain"},
+    {"mode": "plain", "full_kv": "disk", "ring_layers": 3, "link_bytes_per_s": 1e9, "on_swap_error": "fail", "swap_dir": "/x"},
+    {"mode": "plain", "full_kv": "disk", "disk_budget": 9},
+    {"full_kv": "device", "ring_layers": 3, "link_bytes_per_s": 1e9, "host_budget": 9},
+    {"mode": "pinned", "full_kv": "host", "swap_dir": "/x"},
+    {"remote_mode": "auto", "remote_token_file": "t", "remote_timeout": 3.0, "calibration": "c.json"},
+    {**REMOTE, "remote_mode": "verify", "proposer": "assistant", "assistant": "demo"},  # after the link has failed
+]
+
+
+@pytest.mark.parametrize("settings", SERVING)
+def test_a_file_is_not_told_of_what_a_store_or_a_drafter_uses(settings: dict[str, Any]) -> None:
+    assert without_effect(EngineConfig(**settings), settings) == {}
 
 
 SAMPLES: Final[dict[str, Any]] = {
@@ -167,7 +209,7 @@ SAMPLES: Final[dict[str, Any]] = {
 }
 
 
-def test_any_two_settings_are_refused_told_of_or_used() -> None:
+def test_any_two_settings_are_refused_or_their_idle_ones_told() -> None:
     assert set(SAMPLES) == set(option_fields(EngineConfig))
     refused, told = set(), set()
     for pair in itertools.combinations(SAMPLES, 2):
@@ -177,11 +219,10 @@ def test_any_two_settings_are_refused_told_of_or_used() -> None:
         except ConfigError:
             refused.add(frozenset(pair))
         else:
-            told |= set(without_effect(config, settings))
+            told |= set(without_effect(config, settings, fixed=True))
     assert frozenset({"full_kv", "mode"}) in refused
     assert frozenset({"identity", "prefix_store"}) in refused
     assert told >= {"host_budget", "tenant", "assistant", "calibration", "swap_dir", "remote_mode", "remote_timeout"}
-    assert {name for idle in IDLE for name in idle.names} <= set(SAMPLES)
 
 
 def test_generate_tells_what_does_nothing_and_refuses_what_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,11 +236,13 @@ def test_generate_tells_what_does_nothing_and_refuses_what_contradicts(capsys: p
 
 def test_a_file_is_told_what_does_nothing_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "v.toml"
-    file.write_text('compressor = "random"\nkeep = 0.5\nfull_kv = "device"\nring_layers = 3\n')
+    file.write_text('compressor = "random"\nkeep = 0.5\nmode = "plain"\nring_layers = 3\nwindow = 3\n')
     assert cli.main(["config", "validate", "--json", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["without_effect"] == {"ring_layers": "no full KV is swapped here"}
+    assert json.loads(capsys.readouterr().out)["without_effect"] == {
+        "window": "nothing drafts, with neither a compressor nor a proposer at work"
+    }
     assert cli.main(["config", "show", "--config", str(file)]) == 0
-    assert f"warning: ring_layers (file {file}) has no effect" in capsys.readouterr().err
+    assert f"warning: window (file {file}) has no effect" in capsys.readouterr().err
 
 
 MEASURE: Final = ["bench", "throughput", "-m", "/none"]

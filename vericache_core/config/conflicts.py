@@ -43,7 +43,7 @@ CLASHES: Final = (
         lambda c: c.mode == "pinned" and c.full_kv == "disk",
         "mode=pinned and full_kv=disk exclude each other",
         "pinned keeps the full KV on the device",
-        "mode=offloaded, or full_kv=device",
+        "mode=offloaded, or full_kv=device; a store reads no mode",
     ),
     Clash(
         lambda c: c.mode != "offloaded" and c.full_kv == "remote",
@@ -87,7 +87,11 @@ def refuse_clashes(config: EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class Uses:
-    """What an engine of ``config`` will do; with ``fixed`` no request names a compressor of its own."""
+    """What is done by ``config``: with ``fixed`` one `generate`, else whatever a file of settings may serve.
+
+    That is an engine whose requests name compressors of their own, a store, a drafter that is told its store on the
+    command line, or a calibration.
+    """
 
     config: EngineConfig
     fixed: bool = False
@@ -95,6 +99,15 @@ class Uses:
     @property
     def remote(self) -> bool:
         return self.config.full_kv == "remote"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be a store or a calibration.
+
+        Whatever ``mode`` says, a store compresses prefixes, and swaps for sessions without state, on ``full_kv`` or the
+        host; a calibration measures tiers.
+        """
+        return not self.fixed and not self.remote
 
     @property
     def drafts(self) -> bool:
@@ -113,6 +126,8 @@ class Uses:
     def chooses(self) -> bool:
         """Whether anything is chosen by measured costs."""
         config = self.config
+        if not self.fixed:
+            return "auto" in (config.mode, config.window, config.remote_mode)
         if self.remote:
             return "auto" in (config.remote_mode, config.window)
         return (self.drafts and "auto" in (config.mode, config.window)) or (
@@ -129,8 +144,8 @@ class Idle:
     because: str
 
 
-_OF_COMPRESSION: Final = ("compressor", "keep", "keep_tokens", "options", "fold", "on_compressor_error")
-_OF_SWAPS: Final = ("ring_layers", "on_swap_error", "link_bytes_per_s", "host_budget", "disk_budget")
+_OF_COMPRESSION: Final = ("compressor", "keep", "keep_tokens", "options", "on_compressor_error")
+_OF_SWAPS: Final = ("ring_layers", "on_swap_error", "host_budget", "disk_budget")
 _OF_THE_LINK: Final = (
     "remote_mode",
     "remote_token_file",
@@ -142,8 +157,9 @@ _OF_THE_LINK: Final = (
     "on_remote_error",
 )
 IDLE: Final = (
-    Idle(_OF_COMPRESSION, lambda u: u.config.mode == "plain", "mode=plain drafts nothing"),
-    Idle(_OF_COMPRESSION, lambda u: u.remote and not u.drafts, "remote_mode={c.remote_mode} drafts nothing"),
+    Idle(_OF_COMPRESSION, lambda u: u.config.mode == "plain" and not u.serves, "mode=plain drafts nothing"),
+    Idle(("fold",), lambda u: u.config.mode == "plain", "mode=plain drafts nothing"),
+    Idle((*_OF_COMPRESSION, "fold"), lambda u: u.remote and not u.drafts, "remote_mode={c.remote_mode} drafts nothing"),
     Idle(
         ("mode", "fold", "on_compressor_error", "require_conformant", "audit_every"),
         lambda u: not u.remote and u.fixed and u.config.compressor is None,
@@ -157,7 +173,7 @@ IDLE: Final = (
     Idle(("mode",), lambda u: u.config.mode == "offloaded" and u.config.full_kv == "device", "full_kv=device offloads nothing"),
     Idle(
         ("full_kv",),
-        lambda u: u.config.full_kv in {"host", "disk"} and u.config.mode in {"plain", "pinned"},
+        lambda u: u.config.full_kv in {"host", "disk"} and u.config.mode in {"plain", "pinned"} and not u.serves,
         "mode={c.mode} keeps it on the device",
     ),
     Idle(
@@ -165,19 +181,28 @@ IDLE: Final = (
         lambda u: u.config.full_kv in {"host", "disk"} and u.fixed and u.config.compressor is None,
         "plain decoding, without a compressor, keeps it on the device",
     ),
-    Idle(_OF_SWAPS, lambda u: not u.swaps, "no full KV is swapped here"),
+    Idle(_OF_SWAPS, lambda u: not u.swaps and not u.serves, "no full KV is swapped here"),
+    Idle(
+        ("link_bytes_per_s",),
+        # Costs that something is chosen by, and a calibration file, are of a link of this speed.
+        lambda u: not u.swaps and not u.serves and not u.chooses and u.config.calibration is None,
+        "no full KV is swapped here",
+    ),
     Idle(("host_budget",), lambda u: u.config.full_kv == "disk", "full_kv=disk offloads to files"),
     Idle(("disk_budget",), lambda u: u.config.full_kv == "host", "full_kv=host offloads to memory"),
     Idle(
         ("swap_dir",),
-        lambda u: not (u.swaps and u.config.full_kv == "disk") and not (u.chooses and u.config.calibration is None),
+        lambda u: (
+            not u.serves
+            and not (u.swaps and u.config.full_kv == "disk")
+            and not (u.chooses and u.config.calibration is None)  # what a file costs is measured
+        ),
         "there is no swap file unless full_kv=disk",
     ),
     Idle(("calibration",), lambda u: not u.chooses, "nothing is chosen by cost unless window or mode is auto"),
     Idle(("assistant",), lambda u: u.config.proposer != "assistant", "proposer={c.proposer} asks no model"),
-    Idle(("proposer", "assistant"), lambda u: u.remote, "nothing is proposed where full_kv=remote"),
     Idle(("tenant",), lambda u: u.config.prefix_store is None, "it is of the prefix store, and there is none"),
-    Idle(_OF_THE_LINK, lambda u: not u.remote, "there is no link unless full_kv=remote"),
+    Idle(_OF_THE_LINK, lambda u: u.fixed and not u.remote, "there is no link unless full_kv=remote"),
     Idle(
         ("pack_weights",),
         lambda u: u.config.pack_weights == "always" and u.config.device.startswith("cuda"),
@@ -187,7 +212,7 @@ IDLE: Final = (
 
 
 def without_effect(config: EngineConfig, given: Collection[str], *, fixed: bool = False) -> dict[str, str]:
-    """Settings among ``given`` that do nothing, and why; ``fixed`` says that no request names its own compressor."""
+    """Settings among ``given`` that do nothing, and why; in no use of ``config``, or with ``fixed`` in one `generate`."""
     uses, found = Uses(config, fixed), dict[str, str]()
     for idle in IDLE:
         if idle.holds(uses):
