@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from vericache_core.bench.throughput.peer import PeerSystem
 from vericache_core.bench.throughput.rows import PLAIN, Record, broken, first_difference, row
 from vericache_core.bench.throughput.table import HEADER, cells
 from vericache_core.bench.throughput.workloads import Prompt, Workload
-from vericache_core.cache.pages import PAGE
+from vericache_core.cache.pages import PAGE, Extent
+from vericache_core.cache.ring import RingPeak
 from vericache_core.config import EngineConfig
 from vericache_core.model import interface
 from vericache_core.plugins.registry import Registry
@@ -255,15 +257,53 @@ def test_transient_bytes_are_those_of_the_slots_counted_by_hand(shop: Shop) -> N
         repeats=2,
     )
     (layer,) = {layer.token_bytes for layer in shop.plain_engine().adapter.layers}
-    # Two slots of one layer: 384 rows and those of the verify take 4 pages, and there is one more to grow into.
-    assert rows["host"]["peak_transient_bytes"] == 2 * 5 * PAGE * layer
-    assert 2 * 5 * PAGE / (3 * PAGE + NEW) <= rows["host"]["transient_layers_per_request"] < 2 * 5 * PAGE / (3 * PAGE)
+    # Two slots of one layer: 384 rows of the prefill take 3 pages, and there is one more to grow into; decoding uses it.
+    assert rows["host"]["peak_transient_bytes"] == 2 * 4 * PAGE * layer
+    assert 2 * 4 * PAGE / (3 * PAGE + NEW) <= rows["host"]["transient_layers_per_request"] < 2 * 4 * PAGE / (3 * PAGE)
     assert rows["host"]["transient_layers_per_request"] <= 4
     for name in (PLAIN, "device"):
         assert (rows[name]["peak_transient_bytes"], rows[name]["transient_layers_per_request"]) == (0, None)
     assert rows["host"]["peak_transient_bytes"] < rows["host"]["peak_device_kv_bytes"]
-    assert cells(rows["host"])[HEADER.index("TRANSIENT")].endswith("(3.2 layers)")
+    assert cells(rows["host"])[HEADER.index("TRANSIENT")].endswith("(2.6 layers)")
     assert cells(rows[PLAIN])[HEADER.index("TRANSIENT")] == "-"
+
+
+def test_transient_bytes_and_layers_are_of_one_run() -> None:
+    moments: list[tuple[int | None, float | None]] = [(100, 4.0), (300, 2.5), (300, 2.0), (None, None)]
+    runs = {
+        at: Measured([[1]], 1, 1.0, peak_transient_bytes=nbytes, transient_layers_per_request=layers)
+        for at, (nbytes, layers) in enumerate(moments)
+    }
+    found = row(Record("ours", "tiny", lossless=True, runs=runs), None)
+    assert (found["peak_transient_bytes"], found["transient_layers_per_request"]) == (300, 2.5)
+    nothing = row(Record("ours", "tiny", lossless=True, runs={0: runs[3]}), None)
+    assert (nothing["peak_transient_bytes"], nothing["transient_layers_per_request"]) == (None, None)
+
+
+def test_slots_of_a_prefill_are_left_to_decoding_and_its_peaks_are_not(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = HeldEngine.begin
+    prefilling, made = [False], list[bool]()
+
+    def begin(self: HeldEngine, request: Any, source: Any) -> None:
+        prefilling[0] = True
+        real(self, request, source)
+        prefilling[0] = False
+        self.loop.peak_device_kv_bytes, self.loop.ring.peak = 10**12, RingPeak(10**12, 1)
+
+    def counted(*arguments: Any) -> Extent:
+        made.append(prefilling[0])
+        return Extent.allocate(*arguments)
+
+    monkeypatch.setattr(HeldEngine, "begin", begin)
+    monkeypatch.setattr("vericache_core.cache.ring.Extent", SimpleNamespace(allocate=counted))
+    one = workload(prompts=(Prompt(tuple(prompt(3 * PAGE, seed=1)), "hard"),))
+    host = EngineSystem(shop, "host", {**random_keep(0.5), "full_kv": "host"})
+    rows, _ = rows_of([EngineSystem(shop, PLAIN, {"compressor": None}), host], one)
+    assert rows["host"]["identical"] is True
+    assert rows["host"]["swap_bytes"] > 0
+    assert 0 < rows["host"]["peak_transient_bytes"] < rows["host"]["peak_device_kv_bytes"] < 10**12
+    assert any(made)
+    assert all(made)
 
 
 def test_nobody_gains_a_token_while_the_clock_stands(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Decoded:
 
     Attributes:
         swap_seconds: in which the link was busy, and ``exposed_seconds`` in which decoding stood still for it.
-        ring: the most that ring slots took.
+        peak_device_bytes: the most KV on the device, and ``ring`` the most that ring slots took, in a step of decoding.
     """
 
     seconds: float
@@ -120,7 +120,7 @@ class HeldEngine(Engine):
                 while waiting and (not running or self.fits(waiting[0], running)):
                     loop.settle()
                     clock.stop()
-                    outside, ring = (loop.swap_seconds, loop.exposed_seconds), loop.ring.peak
+                    outside, peaks = (loop.swap_seconds, loop.exposed_seconds), (loop.peak_device_kv_bytes, loop.ring.peak)
                     for request in running:  # nobody gains a token while the clock stands
                         loop.release(request)
                     begin(waiting[0])
@@ -128,8 +128,8 @@ class HeldEngine(Engine):
                         loop.add(request)
                     linked += loop.swap_seconds - outside[0]
                     exposed += loop.exposed_seconds - outside[1]
-                    loop.ring.trim()  # slots of the prefill are none that decoding asked for
-                    loop.ring.peak = ring
+                    # What a prefill took most is none of decoding; slots that it leaves for reuse are, as in any engine.
+                    loop.peak_device_kv_bytes, loop.ring.peak = peaks
                     first += len(waiting[0].generated)
                     running.append(waiting.popleft())
                     loop.add(running[-1])

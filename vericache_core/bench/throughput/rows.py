@@ -36,8 +36,11 @@ def row(record: Record, plain: Record | None) -> dict[str, Any]:
     drafted = [run.drafted for run in runs if run.drafted is not None]
     accepted = sum(run.accepted or 0 for run in runs)
     peaks = [run.peak_device_kv_bytes for run in runs if run.peak_device_kv_bytes is not None]
-    transient = [run.peak_transient_bytes for run in runs if run.peak_transient_bytes is not None]
-    layers = [run.transient_layers_per_request for run in runs if run.transient_layers_per_request is not None]
+    transient, layers = max(
+        ((run.peak_transient_bytes, run.transient_layers_per_request) for run in runs if run.peak_transient_bytes is not None),
+        key=lambda moment: (moment[0], moment[1] or 0.0),
+        default=(None, None),
+    )
     within = [run.within_budget for run in runs if run.within_budget is not None]
     return {
         "system": record.system,
@@ -47,8 +50,8 @@ def row(record: Record, plain: Record | None) -> dict[str, Any]:
         "identical": None if reference is None or not runs else all(run.tokens == reference for run in runs),
         "peak_device_kv_bytes": max(peaks, default=None),
         "swap_hidden_fraction": _median(run.swap_hidden_fraction for run in runs),
-        "peak_transient_bytes": max(transient, default=None),
-        "transient_layers_per_request": max(layers, default=None),
+        "peak_transient_bytes": transient,
+        "transient_layers_per_request": layers,
         "lossless": record.lossless,
         "runs": len(runs),
         **record.facts,
