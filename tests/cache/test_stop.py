@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -125,6 +126,35 @@ def test_what_was_unwanted_before_stays_so_after_a_block_that_aborts() -> None:
     full.open(1)
     with pytest.raises(SwapError, match="stopped"):
         full.pages(0)
+    full.close()
+    ring.close()
+
+
+def test_an_abort_for_good_from_another_thread_outlives_a_block_that_it_came_in() -> None:
+    ring = SwapRing(2, CPU)
+    full = written("host", ring)
+    with full.aborted():
+        ends(full.abort)
+    assert full.unwanted
+    full.open(1)
+    with pytest.raises(SwapError, match="stopped"):
+        full.pages(0)
+    full.close()
+    ring.close()
+
+
+def test_blocks_of_two_threads_that_overlap_end_with_the_last_of_them() -> None:
+    ring = SwapRing(2, CPU)
+    full = written("host", ring)
+    first, second, seen = full.aborted(), full.aborted(), list[bool]()
+    ends(first.__enter__)
+    ends(second.__enter__)
+    for block in (first, second):
+        ends(functools.partial(block.__exit__, None, None, None))
+        seen.append(full.unwanted)
+    assert seen == [True, False]
+    full.open(1)
+    full.pages(0)
     full.close()
     ring.close()
 

@@ -32,7 +32,6 @@ class StreamedLayers:
 
     Attributes:
         tokens: rows that count.
-        unwanted: :meth:`abort` was called, so a load that fails is no fault of the tier.
         link_seconds: time that loads took so far, of ``link_bytes`` bytes, and ``waited_seconds`` that a step stood
             still for them; loads that did not come to their end are in none of them.
         loads: ``(layer, from, to)`` of the newest step's loads, by ``time.perf_counter``.
@@ -52,7 +51,8 @@ class StreamedLayers:
         self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
         self._queue: deque[int] = deque()
         self._stop = threading.Event()  # of the loads of one step; ``unwanted`` is of those of every step
-        self.unwanted = False
+        # Apart, and the first is never taken back: one thread may abort for good while another is in a block.
+        self._aborted, self._blocks, self._counting = False, 0, threading.Lock()
         self._exact: ExactRows | None = None
         self._room = 0
         self.link_seconds = self.waited_seconds = 0.0
@@ -63,6 +63,11 @@ class StreamedLayers:
     def offloaded(self) -> tuple[int, ...]:
         """Layers whose rows rest on another tier."""
         return tuple(self._offloaded)
+
+    @property
+    def unwanted(self) -> bool:
+        """Nobody wants loads now, by :meth:`abort` or within :meth:`aborted`: one that fails is no fault of the tier."""
+        return self._aborted or self._blocks > 0
 
     @property
     def tier_bytes(self) -> int:
@@ -133,18 +138,20 @@ class StreamedLayers:
 
     def abort(self) -> None:
         """Stop loads in flight and let later ones fail with ``SwapError``; from any thread, also while a step runs."""
-        self.unwanted = True
+        self._aborted = True
         self._stop.set()
 
     @contextmanager
     def aborted(self) -> Iterator[None]:
-        """As :meth:`abort`, until the block is left; what was unwanted before stays so."""
-        before = self.unwanted
-        self.abort()
+        """As :meth:`abort`, until the block is left; who aborts for good meanwhile, or before, is obeyed beyond it."""
+        with self._counting:
+            self._blocks += 1
+        self._stop.set()
         try:
             yield
         finally:
-            self.unwanted = before
+            with self._counting:
+                self._blocks -= 1
 
     def _load_next(self) -> None:
         if not self._queue:
