@@ -190,6 +190,9 @@ def test_json_round_trip() -> None:
 def test_schema_describes_a_file() -> None:
     schema = config_schema()
     json.dumps(schema)
+    assert "states one" in schema["description"]  # of the rules across settings
+    assert "config validate" in schema["description"]
+    assert schema["not"] == {"required": ["keep", "keep_tokens"]}
     names = set(option_fields(EngineConfig)) - {"disable_plugins"} | {"plugins"}
     assert set(schema["properties"]) == names
     assert schema["properties"]["plugins"]["properties"]["disable"]["items"] == {"type": "string"}

@@ -263,6 +263,20 @@ MEASURE: Final = ["bench", "throughput", "-m", "/none"]
         ([*MEASURE, "--set", "keep=0.5"], "--set keep: what a compressor keeps is given with -c"),
         ([*MEASURE, "--set", "compressor=x"], "--set compressor: compressors are named with -c"),
         ([*MEASURE, "--set", "mode=pinned", "--full-kv", "disk"], "mode=pinned and full_kv=disk exclude each other"),
+        (
+            [*MEASURE, "--systems", "auto", "--set", "window=4"],
+            "--set window has no effect (of the systems only vericache, lock",
+        ),
+        (
+            [*MEASURE, "--systems", "vericache", "--window", "4", "--set", "window=4"],
+            "(of the systems only lockstep, ngram take",
+        ),
+        (
+            [*MEASURE, "--systems", "auto,ngram", "--set", "mode=pinned"],
+            "--set mode has no effect (of the systems only vericache",
+        ),
+        ([*MEASURE, "--systems", "lockstep", "--set", "scheduler=staggered"], "--set scheduler has no effect"),
+        ([*MEASURE, "--systems", "lossy", "--set", "proposer=ngram"], "--set proposer has no effect"),
         (["simulate", "--ring", "0", "--background"], "--background has no effect (without --ring"),
         (["simulate", "--ring", "0", "--no-background"], "--no-background has no effect"),
         (

@@ -17,7 +17,9 @@ from vericache_core.bench.throughput.page import PHASES
 from vericache_core.bench.throughput.workloads import SHAPES, Workload, build_workloads, lengths, names_of
 from vericache_core.cli.bench_throughput_report import SCHEMA
 from vericache_core.cli.main import main
+from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
+from vericache_core.errors import UsageError
 from vericache_core.plugins.registry import set_default_registry
 
 ASKED = [
@@ -222,6 +224,50 @@ def test_a_mistake_is_one_error_before_anything_runs(
     assert words in caught.err
     assert caught.err.count("error:") == 1
     assert not caught.out
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"VERICACHE_KEEP": "0.5"}, "VERICACHE_KEEP: what a compressor keeps is given with -c"),
+        ({"VERICACHE_COMPRESSOR": "snapkv"}, "VERICACHE_COMPRESSOR: compressors are named with -c"),
+        ({"VERICACHE_DEVICE_BUDGET": "9"}, "VERICACHE_DEVICE_BUDGET: each workload has a cap"),
+        ({"VERICACHE_FULL_KV": "remote", "VERICACHE_REMOTE": "a:1"}, "full_kv=remote: a store is not measured here"),
+    ],
+)
+def test_an_environment_that_would_be_dropped_is_refused(
+    environment: dict[str, str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "throughput", *SMALL]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "expected"),
+    [
+        ({}, [], ("device", "auto", None)),
+        ({"VERICACHE_FULL_KV": "disk", "VERICACHE_DTYPE": "float32", "VERICACHE_THREADS": "1"}, [], ("disk", "float32", 1)),
+        ({"VERICACHE_FULL_KV": "disk", "VERICACHE_DTYPE": "float32"}, ["--dtype", "auto"], ("disk", "auto", None)),
+        ({"VERICACHE_FULL_KV": "disk"}, ["--full-kv", "device", "--threads", "2"], ("device", "auto", 2)),
+    ],
+)
+def test_flags_win_over_the_environment_and_that_over_defaults(
+    environment: dict[str, str], flags: list[str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[EngineConfig] = []
+
+    def stop(_model: str, config: EngineConfig, **_: Any) -> Engine:
+        seen.append(config)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(Engine, "from_pretrained", stop)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "throughput", *SMALL, *flags]) == 2
+    assert [(config.full_kv, config.dtype, config.threads) for config in seen] == [expected]
 
 
 def test_a_context_beyond_the_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from vericache_core.cli.bench_throughput_report import Report
 from vericache_core.cli.engine_args import setting_from_text, settings_from_text
 from vericache_core.cli.idle import IdleFlags, refuse_idle
 from vericache_core.cli.output import note
-from vericache_core.config import EngineConfig, load_config
+from vericache_core.config import ENV_PREFIX, EngineConfig, replace, resolve_config
 from vericache_core.errors import UsageError
 from vericache_core.plugins.fields import did_you_mean
 from vericache_core.plugins.registry import Registry, set_default_registry
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COMPRESSORS: Final = ("snapkv:keep=0.25",)
 COMPRESSING: Final = ("vericache", "auto", "lockstep", "lossy")
 """Systems with a compressor; a peer that has one is kvpress."""
+_TIERS: Final = ("device", "host", "disk")
 _NOT_SET: Final = {
     "compressor": "compressors are named with -c",
     "options": "options of a compressor are given with -c NAME:KEY=VALUE",
@@ -43,6 +44,16 @@ _NOT_SET: Final = {
     "device_budget": "each workload has a cap of its own on device KV, or none",
 }
 """Settings that ``--set`` would only seem to change, and what to do instead."""
+_FLAGS: Final = ("dtype", "threads", "full_kv")
+"""Those of them that the environment may set, below the flag."""
+_USED_BY: Final = {
+    "window": ("vericache", "lockstep", "ngram"),
+    "mode": ("vericache", "lockstep", "lossy"),
+    "scheduler": (PLAIN, "vericache", "auto", "ngram"),
+    "proposer": ("vericache", "auto", "lockstep"),
+    "assistant": ("vericache", "auto", "lockstep"),
+}
+"""Settings of which some systems have a value of their own, and who takes that of ``--set``."""
 KEEP: Final = 0.25
 """Of a peer's press when no compressor of ours has such an option."""
 
@@ -81,8 +92,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="window of vericache (repeatable) [the engine's own]",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, of peers too")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--full-kv", choices=("device", "host", "disk"), default="device", help="[%(default)s]")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="[VERICACHE_DTYPE, or auto]")
+    parser.add_argument("--full-kv", choices=_TIERS, help="[VERICACHE_FULL_KV, or device]")
     parser.add_argument(
         "--set", dest="changes", metavar="KEY=VALUE", action="append", help="field of the engine's configuration (repeatable)"
     )
@@ -122,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     set_default_registry(registry)
     wanted = dict.fromkeys(args.compressors or COMPRESSORS) if compressing else ()
     settings = [setting_from_text(text, registry) for text in wanted]
-    config = _config(args)
+    config = _config(args, kinds)
 
     from vericache_core.bench.throughput.contest import contest
     from vericache_core.bench.throughput.engines import Shop
@@ -218,15 +229,27 @@ def _window(text: str) -> int | str:
     return int(text)
 
 
-def _config(args: argparse.Namespace) -> EngineConfig:
+def _config(args: argparse.Namespace, kinds: Sequence[str]) -> EngineConfig:
     """What the environment and the arguments say; compressor, window and mode are those of each system."""
-    given: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads, "full_kv": args.full_kv, "compressor": None}
     changes = settings_from_text(args.changes or ())
     for name, instead in _NOT_SET.items():
         if name in changes:
             raise UsageError(f"--set {name}: {instead}", hint="leave it out")
-    given |= changes
-    return load_config(overrides={key: value for key, value in given.items() if value is not None or key == "compressor"})
+    for name, systems in _USED_BY.items():
+        using = [one for one in systems if name != "window" or one != "vericache" or not args.windows]
+        if name in changes and not set(using) & set(kinds):
+            raise UsageError(
+                f"--set {name} has no effect", cause=f"of the systems only {', '.join(using)} take it", hint="leave it out"
+            )
+    flags = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    resolved = resolve_config(overrides=flags | changes)
+    for name, instead in _NOT_SET.items():
+        if resolved.sources.get(name) == "environment" and name not in _FLAGS:
+            raise UsageError(f"{ENV_PREFIX}{name.upper()}: {instead}", hint="unset it")
+    config = resolved.config if "full_kv" in resolved.sources else replace(resolved.config, full_kv="device")
+    if config.full_kv not in _TIERS:
+        raise UsageError(f"full_kv={config.full_kv}: a store is not measured here", hint=f"--full-kv {', '.join(_TIERS)}")
+    return config
 
 
 def _peers_of(
@@ -234,7 +257,7 @@ def _peers_of(
 ) -> list[PeerSystem]:
     """The systems of one peer: kvpress is two, with its press at the keep of our first compressor and without."""
     dtype = str(next(shop.model.parameters()).dtype).removeprefix("torch.")
-    load = {"model": str(shop.model.name_or_path), "dtype": dtype, "threads": args.threads or os.cpu_count() or 1}
+    load = {"model": str(shop.model.name_or_path), "dtype": dtype, "threads": shop.config.threads or os.cpu_count() or 1}
     if name == "kvpress":
         keep = next((float(options["keep"]) for _, options in settings if "keep" in options), KEEP)
         variants: dict[str, dict[str, Any]] = {f"{name} snapkv:keep={keep:g}": {"keep": keep}, name: {"keep": None}}

@@ -29,6 +29,10 @@ def config_schema() -> dict[str, Any]:
         "properties": {"disable": disable},
     }
     schema["not"] = {"required": ["keep", "keep_tokens"]}
+    schema["description"] = (
+        "Of the rules across settings this schema states one, that keep and keep_tokens are not both given; "
+        "`vericache config validate FILE` checks all of them."
+    )
     return schema
 
 
