@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from vericache_core.cache.pages import PAGE
 from vericache_core.cli import main as cli
-from vericache_core.errors import UsageError
+from vericache_core.errors import ConfigError, UsageError
 from vericache_core.runtime.calibration import Calibration, Fingerprint
 from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.simulate.hardware import DEVICES
@@ -18,8 +19,14 @@ from vericache_core.simulate.measured import ENGINE_PAGE, MeasuredRow, compare, 
 
 TOKEN = 23_040
 COSTS = CostModel({8: 0.037, 32: 0.055, 128: 0.135}, 5e-11, 2.4e-7, {"host": Link(0.0, 1.6e-10)}, 30)
+FINGERPRINT = Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16")
+MACHINE = Calibration(FINGERPRINT, COSTS)
 PROMPTS = (600, 700)
 HEAD = {"schema": "vericache.bench.throughput.runs/1", "head": {"device": "cpu"}}
+
+
+def calibrated(costs: CostModel) -> Calibration:
+    return Calibration(FINGERPRINT, costs)
 
 
 def traced(windows: list[list[float]], drafts: bool = True) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def row(system: str, **changes: Any) -> MeasuredRow:
 
 
 def test_plain_decoding_takes_a_step_a_token() -> None:
-    found = compare(row("plain"), COSTS, TOKEN, 0.2, 2)
+    found = compare(row("plain"), MACHINE, TOKEN, 0.2, 2)
     assert found.tokens_per_s is not None
     step = 0.037 + (sum(PROMPTS) + 2 + 31) * TOKEN * 5e-11
     assert found.tokens_per_s == pytest.approx(2 / step, rel=0.01)
@@ -116,7 +123,7 @@ def test_plain_decoding_takes_a_step_a_token() -> None:
 
 def test_windows_and_what_is_kept_are_those_of_the_name() -> None:
     short, long, kept = (
-        compare(row(f"vericache snapkv:keep={name}"), COSTS, TOKEN, 0.9, 2) for name in ("0.25 x1", "0.25 x7", "0.5 x7")
+        compare(row(f"vericache snapkv:keep={name}"), MACHINE, TOKEN, 0.9, 2) for name in ("0.25 x1", "0.25 x7", "0.5 x7")
     )
     assert short.tokens_per_s is not None
     assert long.tokens_per_s is not None
@@ -131,7 +138,7 @@ def test_wrong_drafts_come_where_they_came() -> None:
     wrong = tuple(float(at == 3) for at in range(33))
     steps = []
     for answers in (((0.0,) * 33,) * 2, (wrong, (0.0,) * 33)):
-        found = compare(row("vericache snapkv:keep=0.25 x7", answers=answers), costs, TOKEN, 0.2, 2)
+        found = compare(row("vericache snapkv:keep=0.25 x7", answers=answers), calibrated(costs), TOKEN, 0.2, 2)
         steps.append(64 / (found.tokens_per_s or 1))
     assert steps == pytest.approx([4 * 8, 4 * 8 + 4])
 
@@ -153,14 +160,14 @@ def test_a_window_that_the_name_leaves_out_is_that_of_the_rounds(
 def test_a_lockstep_row_is_simulated_with_the_window_of_its_rounds() -> None:
     costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
     wrong = tuple(float(at == 3) for at in range(33))
-    found = compare(row("lockstep snapkv:keep=0.25", drafted=7, answers=(wrong, (0.0,) * 33)), costs, TOKEN, 0.2, 2)
+    found = compare(row("lockstep snapkv:keep=0.25", drafted=7, answers=(wrong, (0.0,) * 33)), calibrated(costs), TOKEN, 0.2, 2)
     assert 64 / (found.tokens_per_s or 1) == pytest.approx(4 * 8 + 4)
 
 
 def test_the_link_is_that_of_the_run() -> None:
     facts: dict[str, Any] = {"tier": "host", "budget_share": 0.5, "hidden": 0.9}
     fast, slow = (
-        compare(row("vericache snapkv:keep=0.25 x8", link=link, **facts), COSTS, TOKEN, 0.2, 2) for link in (1e10, 1e7)
+        compare(row("vericache snapkv:keep=0.25 x8", link=link, **facts), MACHINE, TOKEN, 0.2, 2) for link in (1e10, 1e7)
     )
     assert (fast.tokens_per_s or 0) > 2 * (slow.tokens_per_s or 0) > 0
     assert fast.hidden is not None
@@ -177,7 +184,7 @@ def test_the_link_is_that_of_the_run() -> None:
     ],
 )
 def test_what_cannot_be_simulated_says_so(system: str, answers: tuple[tuple[float, ...], ...], reason: str) -> None:
-    found = compare(row(system, answers=answers), COSTS, TOKEN, 0.2, 2)
+    found = compare(row(system, answers=answers), MACHINE, TOKEN, 0.2, 2)
     assert reason in (found.skipped or "")
     assert found.off == {"tokens_per_s": None, "hidden": None, "peak": None}
 
@@ -190,7 +197,7 @@ def test_an_ngram_row_takes_the_steps_that_its_proposals_took(tmp_path: Path) ->
     (row,) = read_runs(runs)
     assert row.answers == ()
     costs = CostModel({128: 1.0}, 0.0, 0.0, layers=30)
-    found = compare(row, costs, TOKEN, 0.2, 2)
+    found = compare(row, calibrated(costs), TOKEN, 0.2, 2)
     # Rounds of both that run side by side share a step; on a CPU each costs the host a moment, too.
     assert 64 / (found.tokens_per_s or 1) == pytest.approx(5 + 9 * DEVICES["cpu-2"].between)
 
@@ -241,11 +248,28 @@ def test_on_a_cpu_the_cores_that_compute_copy_what_is_swapped() -> None:
     facts: dict[str, Any] = {"tier": "host", "budget_share": 1.0, "drafted": 7, "link": 1e7}
     shares = {}
     for processor in ("cpu", "cuda"):
-        found = compare(row("lockstep snapkv:keep=0.25", processor=processor, **facts), COSTS, TOKEN, 0.2, 2)
+        found = compare(row("lockstep snapkv:keep=0.25", processor=processor, **facts), MACHINE, TOKEN, 0.2, 2)
         assert found.hidden is not None
         shares[processor] = found.hidden
     # What a byte takes to be copied, by what it takes to come, of which one layer of 30 is not hidden.
     assert shares["cpu"] - shares["cuda"] == pytest.approx(1.6e-10 / 1e-7 * 29 / 30, rel=0.01)
+
+
+def test_where_the_calibrated_link_was_limited_a_byte_is_copied_as_fast_as_the_device_does() -> None:
+    """The same rate of link in the run, and the time of a byte in the costs ten thousand times that of a copy."""
+    facts: dict[str, Any] = {"tier": "host", "budget_share": 1.0, "drafted": 7, "link": 1e7, "processor": "cpu"}
+    link = 1 / DEVICES["cpu-2"].link
+    free = calibrated(replace(COSTS, links={"host": Link(0.0, link)}))
+    limited = replace(calibrated(replace(COSTS, links={"host": Link(0.0, 10_000 * link)})), link_bytes_per_s=1e-4 / link)
+    name = "lockstep snapkv:keep=0.25"
+    first, second = (compare(row(name, **facts), machine, TOKEN, 0.2, 2).tokens_per_s for machine in (free, limited))
+    assert first == second
+
+
+def test_a_tier_that_was_not_calibrated_is_named() -> None:
+    facts: dict[str, Any] = {"tier": "disk", "budget_share": 1.0, "drafted": 7, "link": 1e7, "processor": "cpu"}
+    with pytest.raises(ConfigError, match="no cost is known for the 'disk' tier"):
+        compare(row("lockstep snapkv:keep=0.25", **facts), MACHINE, TOKEN, 0.2, 2)
 
 
 def test_the_pages_of_the_engine_are_those_of_its_caches() -> None:
@@ -255,7 +279,7 @@ def test_the_pages_of_the_engine_are_those_of_its_caches() -> None:
 def test_the_command_prints_how_far_off_each_row_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = written(tmp_path / "runs", line("plain"), line("vericache snapkv:keep=0.25 x8"), line("ngram"), line("other"))
     costs = tmp_path / "costs.json"
-    Calibration(Fingerprint("cpu", 2, "2.13", "demo", "x", "bfloat16"), COSTS).save(costs)
+    MACHINE.save(costs)
     command = ["simulate", "-m", "smollm2-135m", "--compare", runs, "--calibration", str(costs)]
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

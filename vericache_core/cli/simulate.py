@@ -13,13 +13,12 @@ from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.cli.simulate_idle import IDLE
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
-from vericache_core.runtime.calibration import Calibration, load_calibration
-from vericache_core.runtime.costs import CostModel
+from vericache_core.runtime.calibration import load_calibration
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival, poisson, read_trace
 from vericache_core.simulate.compare import Setup, simulate
-from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, cost_model
+from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, copying, cost_model
 from vericache_core.simulate.request import Compression
 from vericache_core.simulate.result import Result
 
@@ -179,18 +178,10 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         turn=args.hazard_turn,
         background=args.background is not False,
         alongside=device.alongside,
-        copies=_copies(calibration, costs, device, args.tier),
+        copies=copying(device, costs, args.tier, calibration) if args.mode in ("auto", "offloaded") else 0.0,
         between=device.between,
         lookups=simulate_proposer.lookups(args),
     )
-
-
-def _copies(calibration: Calibration | None, costs: CostModel, device: Device, tier: str) -> float:
-    """Seconds that the cores which compute spend on a swapped byte: how long it takes where nothing limits the link."""
-    if not device.copies:
-        return 0.0
-    limited = calibration is not None and calibration.link_bytes_per_s is not None
-    return 1 / device.link if limited or tier not in costs.links else costs.links[tier].seconds_per_byte
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace, token_bytes: int) -> int:
         raise UsageError(
             "--compare needs the costs of the machine that ran", hint="--calibration FILE, from vericache calibrate"
         )
-    costs = load_calibration(args.calibration).costs
-    rows = [compare(row, costs, token_bytes, args.keep, args.ring or ENGINE_RING) for row in read_runs(args.compare)]
+    calibration = load_calibration(args.calibration)
+    rows = [compare(row, calibration, token_bytes, args.keep, args.ring or ENGINE_RING) for row in read_runs(args.compare)]
     if args.json:
         print_json(SCHEMA, {"rows": [_json(row) for row in rows]})
         return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from vericache_core.runtime.calibration import Calibration
 from vericache_core.runtime.costs import CostModel, Link
 
 MEMORY_EFFICIENCY: Final = 0.96
@@ -137,3 +138,22 @@ def cost_model(device: Device, model: ModelShape, devices: int = 1) -> CostModel
     pair = 4 * model.layers * model.heads * model.head_dim / flops
     links = {"host": Link(1e-4, 1 / (device.link * devices)), "disk": Link(1e-3, 1 / device.disk)}
     return CostModel(shapes, 1 / bandwidth, pair, links, model.layers)
+
+
+def copying(device: Device, costs: CostModel, tier: str, calibration: Calibration | None) -> float:
+    """Seconds that the cores which compute spend on a swapped byte: how long it takes where nothing limits the link.
+
+    Args:
+        device: that computes.
+        costs: of it, from ``calibration`` if there is one.
+        tier: that is swapped from.
+        calibration: whose costs know a limited link's time of a byte, and not how long it is copied.
+
+    Raises:
+        ConfigError: no cost of that tier is known.
+    """
+    if not device.copies:
+        return 0.0
+    costs.swap_seconds(tier, 0.0)  # it says what is wrong if there are no costs
+    limited = calibration is not None and calibration.link_bytes_per_s is not None
+    return 1 / device.link if limited else costs.links[tier].seconds_per_byte

@@ -16,13 +16,14 @@ from typing import Any, Final, Literal
 
 from vericache_core.bench.throughput.lines import parsed_line
 from vericache_core.errors import UsageError
-from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.calibration import Calibration
+from vericache_core.runtime.costs import Link
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Order, Setup, simulate
-from vericache_core.simulate.hardware import DEVICES
+from vericache_core.simulate.hardware import DEVICES, copying
 from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.replayed import Round, fixed_window, lookups, rounds, wrong_drafts
 from vericache_core.simulate.request import Compression
@@ -192,24 +193,27 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def compare(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ring: int) -> Compared:
+def compare(row: MeasuredRow, calibration: Calibration, token_bytes: int, keep: float, ring: int) -> Compared:
     """Simulate ``row`` as the engine ran it.
 
     Args:
         row: what was measured.
-        costs: of the machine.
+        calibration: of the machine.
         token_bytes: of full KV per token.
         keep: draft KV as a fraction of the full KV where the system's name does not say.
         ring: layers of full KV on the device at a time.
+
+    Raises:
+        ConfigError: the row swaps from a tier that the calibration has no costs of.
     """
-    setup = _setup(row, costs, token_bytes, keep, ring)
+    setup = _setup(row, calibration, token_bytes, keep, ring)
     if isinstance(setup, str):
         return Compared(row, skipped=setup)
     found = simulate(setup)
     return Compared(row, found.tokens_per_s, found.swap_hidden_fraction, found.peak_kv_bytes)
 
 
-def _setup(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ring: int) -> Setup | str:
+def _setup(row: MeasuredRow, calibration: Calibration, token_bytes: int, keep: float, ring: int) -> Setup | str:
     """What to simulate, or why nothing."""
     ours = _OURS.fullmatch(row.system)
     if ours is None:
@@ -219,9 +223,9 @@ def _setup(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ri
         return "its runs hold no rounds of drafts"
     if kind == "ngram" and not row.lookups:
         return "its runs hold no rounds of proposals"
-    copies = 0.0
+    costs, cpu, copies = calibration.costs, DEVICES["cpu-2"], 0.0
     if row.link is not None and row.tier is not None:
-        copies = costs.links[row.tier].seconds_per_byte if row.processor == "cpu" else 0.0
+        copies = copying(cpu, costs, row.tier, calibration) if row.processor == "cpu" else 0.0
         costs = replace(costs, links={**costs.links, row.tier: Link(0.0, 1 / row.link)})
     tokens = sum(prompt + row.new_tokens for prompt in row.prompts)
     budget = UNLIMITED if row.budget_share is None else row.budget_share * tokens * token_bytes
@@ -233,7 +237,6 @@ def _setup(row: MeasuredRow, costs: CostModel, token_bytes: int, keep: float, ri
         mode, window = "plain", 0
     # As the engine's own "auto": nothing swapped, and all windows alike.
     order: Order = "lockstep" if kind == "lockstep" or (row.tier is None and window is not None) else "staggered"
-    cpu = DEVICES["cpu-2"]
     return Setup(
         costs,
         token_bytes,
