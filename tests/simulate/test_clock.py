@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import pytest
 
 from vericache_core.errors import VeriCacheError
@@ -9,8 +12,11 @@ from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.schedulable import Bytes, Part, StepPlan
+from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.clock import Simulation
+from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.request import Compression, SimulatedRequest
 
 COSTS = CostModel({8: 1.0}, read=0.001, pair=0.01, links={"host": Link(0.0, 0.01)}, layers=10)
@@ -147,3 +153,34 @@ def test_a_preempted_request_starts_over() -> None:
     found = simulation(plans, "plain")
     assert found._requests[0].prefill == 101 - 8  # its prompt and the token it had written
     assert found._requests[0].committed == 1
+
+
+@pytest.mark.parametrize("mode", ["plain", "pinned", "offloaded"])
+def test_a_step_carries_no_more_rows_than_it_has(mode: Mode) -> None:
+    """Drafted verifies, prefills and proposals beside each other; what does not fit goes on in the next step."""
+    rows: dict[float, int] = defaultdict(int)
+
+    def note(span: Span) -> None:
+        if span.kind != "swap" and not span.background:
+            rows[span.start] += span.rows
+
+    arrivals = [Arrival(0.5 * number, 40, 60) for number in range(6)]
+    window = 0 if mode == "plain" else 20
+    facts: dict[str, Any] = {"mode": mode, "window": window, "rows": 16, "prefill": True, "compression": Compression(0.5, 0.1)}
+    found = simulate(Setup(COSTS, 1, Bytes(1e9), arrivals, lookups=[Lookup((0.8,), (0.1,))], **facts), note)
+    assert max(rows.values()) == 16
+    assert found.tokens == 6 * 60
+    assert mode == "plain" or max(found.windows) > 16  # rounds longer than a step
+
+
+def test_a_verify_that_does_not_fit_goes_on_in_the_next_step() -> None:
+    """Twenty drafts, all right, and sixteen rows: a token of each row, then the four that are left and one more."""
+    drafts = [StepPlan(parts=(Part(0, "draft", 1),))] * 20
+    verify = StepPlan(parts=(Part(0, "verify", 21),))
+    cut = simulation([*drafts, verify], "pinned", rows=16)
+    request = cut._requests[0]
+    assert (request.committed, request.drafts, request.window, cut.result.windows) == (16, 4, 4, [])
+    whole = simulation([*drafts, verify, StepPlan(parts=(Part(0, "decode", 1),))], "pinned", rows=16)
+    assert (whole._requests[0].committed, whole.result.windows, whole.result.accepted) == (21, [20], 20)
+    even = simulation([*drafts[:16], verify], "pinned", rows=16)  # no row is left to say what comes after the drafts
+    assert (even._requests[0].committed, even._requests[0].drafts, even.result.windows) == (16, 0, [16])

@@ -14,7 +14,7 @@ from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.replayed import Round, fixed_window, lookups, rounds, wrong_drafts
-from vericache_core.simulate.request import SimulatedRequest
+from vericache_core.simulate.request import SimulatedRequest, Verdict
 
 
 def test_what_was_committed_is_counted_over_drafts_proposals_and_plain_tokens() -> None:
@@ -102,12 +102,11 @@ def test_a_simulated_run_gives_itself_back(changes: dict[str, Any], drafts: bool
     with monkeypatch.context() as patched:
         plain = SimulatedRequest.verify
 
-        def noted(request: SimulatedRequest) -> int:
-            drafted = request.drafts + len(request.proposed)
-            accepted = plain(request)
-            if drafted:
-                verdicts[request.number].append((drafted, accepted))
-            return accepted
+        def noted(request: SimulatedRequest, rows: int) -> Verdict | None:
+            verdict = plain(request, rows)
+            if verdict is not None and verdict.asked:
+                verdicts[request.number].append((verdict.asked, verdict.accepted))
+            return verdict
 
         patched.setattr(SimulatedRequest, "verify", noted)
         first = simulate(Setup(costs, 100, Bytes(1e18), **facts, **more), spans.append)

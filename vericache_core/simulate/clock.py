@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
@@ -127,7 +127,7 @@ class Simulation:
             if self._flight is not None and self._flight.number == number:
                 self._wait()
             self._requests[number].preempted()
-        parts = self._without_slow(self._wanted(plan.parts))
+        parts = self._cut(self._without_slow(self._wanted(plan.parts)))
         if parts:
             self._run(parts, plan.streams)
         elif self._flight is not None:
@@ -135,19 +135,28 @@ class Simulation:
         self.scheduler.done(plan, self.now - started)
 
     def _wanted(self, parts: Sequence[Part]) -> list[Part]:
-        """Rows of the step, with those of proposals; as in the engine, what comes last finds the room that is left."""
+        """What is planned, with proposals and without what finds no room to be swapped in."""
         wanted: list[Part] = []
-        room = self._rows
         for part in parts:
             request = self._requests[part.number]
-            if request.finished or (room < 1 and request.lookup is not None):
+            if request.finished:
                 continue
-            asked = request.wanted(part, room)
+            asked = request.wanted(part)
             if asked.phase == "verify" and part.phase == "decode" and self._crowded(request, wanted):
                 continue
             wanted.append(asked)
-            room -= asked.rows
         return wanted
+
+    def _cut(self, parts: Sequence[Part]) -> list[Part]:
+        """What of ``parts`` the rows of a step carry; as in the engine, what comes last finds what is left of them."""
+        kept: list[Part] = []
+        left = self._rows
+        for part in parts:
+            rows = min(part.rows, left)
+            if rows > 0:
+                kept.append(replace(part, rows=rows))
+                left -= rows
+        return kept
 
     def _crowded(self, request: SimulatedRequest, others: Sequence[Part]) -> bool:
         """Whether ``request`` finds no room to be swapped in beside ``others`` of its step."""
@@ -164,7 +173,8 @@ class Simulation:
         chosen: Part | None = None
         for part in parts:
             request = self._requests[part.number]
-            if part.phase != "verify" or request.swap_seconds <= self._step_seconds:
+            long = part.phase == "verify" and request.swap_seconds > self._step_seconds
+            if not long or part.rows > self._rows:
                 kept.append(part)
             elif self._flight is None and chosen is None:
                 chosen = part
@@ -278,23 +288,26 @@ class Simulation:
             request.prefill -= part.rows
             return
         if part.phase == "draft":
-            request.draft()
+            request.draft(part.rows)
             return
-        drafted, proposed, before = request.drafts, len(request.proposed), request.committed
-        accepted = request.verify()
-        if proposed:
-            self.result.proposed += proposed
-            self.result.proposals_kept += accepted
-            accepted = 0  # nothing was drafted
-        elif drafted:
-            self.result.windows.append(drafted)
-            self.result.accepted += accepted
+        before = request.committed
+        verdict = request.verify(part.rows)
         self.result.tokens += request.committed - before
         if request.first_token_at is None:
             request.first_token_at = self.now
             self.result.first_tokens.append(self.now - request.arrival)
+        if verdict is None:
+            return
+        drafted, accepted, plain = verdict.asked, verdict.accepted, 1
+        if verdict.direct:
+            self.result.proposed += drafted
+            self.result.proposals_kept += accepted
+            drafted, accepted, plain = 0, 0, accepted + 1  # nothing was drafted
+        elif drafted:
+            self.result.windows.append(drafted)
+            self.result.accepted += accepted
         if request.controller is not None and not request.finished:
-            request.controller.observe(drafted, accepted, self._prices(request))
+            request.controller.observe(drafted, accepted, self._prices(request), plain)
             self._choose(request)
 
     def _choose(self, request: SimulatedRequest) -> None:

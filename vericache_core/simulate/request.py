@@ -37,6 +37,20 @@ class Compression:
     ring: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a round came to.
+
+    Attributes:
+        asked: tokens that the full KV was asked about, of which it ``accepted`` the first ones.
+        direct: whether they were proposals that nothing was drafted for.
+    """
+
+    asked: int
+    accepted: int
+    direct: bool
+
+
 class SimulatedRequest:
     """See :class:`vericache_core.runtime.schedulable.Schedulable` for the properties that schedulers read.
 
@@ -46,7 +60,8 @@ class SimulatedRequest:
         token_bytes: of full KV per token.
         lookup: proposes tokens, if it has a proposer.
         direct: says how many of them the full KV is asked about; None where that follows what was accepted lately.
-        proposed: proposals that the full KV is asked about in the verify under way.
+        proposed: proposals in the step under way, or that a verify still has to go through.
+        verifying: a verify was cut at the end of a step and goes on in the next one.
     """
 
     def __init__(
@@ -85,6 +100,7 @@ class SimulatedRequest:
         self.lookup = None if lookup is None else SimulatedLookup(lookup, self.prompt, apart)
         self.direct: DirectPace | None = None
         self.proposed: list[int] = []
+        self.verifying, self._held = False, 0  # and tokens that steps of this verify have accepted already
         self._draft_steps = self._draft_rows = self._step_drafts = 0
 
     # -- what schedulers read ------------------------------------------------------------------------
@@ -96,13 +112,13 @@ class SimulatedRequest:
 
     @property
     def window(self) -> int:
-        """See the protocol."""
-        return self.chosen
+        """See the protocol. Nothing is drafted behind a verify that was cut."""
+        return self.drafts if self.verifying else self.chosen
 
     @property
     def may_draft_on(self) -> bool:
         """Whether it may draft beyond its window while its verify has to wait, as in the engine."""
-        return self.drafts < min(self.most, 2 * self.chosen, MOST)
+        return not self.verifying and self.drafts < min(self.most, 2 * self.chosen, MOST)
 
     @property
     def most(self) -> int:
@@ -196,22 +212,23 @@ class SimulatedRequest:
         """Its tokens, as a lookup knows them."""
         return range(self.prompt + self.committed)
 
-    def wanted(self, part: Part, room: int) -> Part:
-        """``part`` of a plan with the proposals that it carries as well, ``room`` rows at most.
+    def wanted(self, part: Part) -> Part:
+        """``part`` of a plan with all proposals that it may carry as well; a verify that was cut comes first.
 
         A plain token of a request whose full KV is not on the device is a verify of nothing: it has to be swapped in.
         """
         if part.phase == "prefill":
             return part
-        if part.phase == "draft":
-            most = min(self.chosen, self.most) - self.drafts - 1
-            self.proposed = self._propose(min(most, room - 1))
-            return Part(part.number, "draft", 1 + len(self.proposed))
-        if self.drafts:
-            return part
-        self.proposed = self._propose(min(self.most, room - 1), directly=True)
-        verifies = self.proposed or part.phase == "verify" or self.mode == "offloaded"
-        return Part(part.number, "verify" if verifies else "decode", 1 + len(self.proposed))
+        if not self.verifying:
+            self.proposed = []
+            if part.phase == "draft":
+                self.proposed = self._propose(min(self.chosen, self.most) - self.drafts - 1)
+                return Part(part.number, "draft", 1 + len(self.proposed))
+            if not self.drafts:
+                self.proposed = self._propose(self.most, directly=True)
+        asked = self.drafts or len(self.proposed)
+        verifies = asked or part.phase == "verify" or self.mode == "offloaded"
+        return Part(part.number, "verify" if verifies else "decode", 1 + asked)
 
     def _propose(self, most: int, *, directly: bool = False) -> list[int]:
         if self.lookup is None or most < 1:
@@ -220,34 +237,50 @@ class SimulatedRequest:
             return self.direct.propose(self.text, most)
         return self.lookup.propose(self.text, range(self.drafts), most)
 
-    def draft(self) -> None:
+    def draft(self, rows: int) -> None:
         """One token more is drafted, and as many before it as were proposed and the drafter would have drafted itself.
 
-        The drafter is taken to agree with a proposal that is right and with no other.
+        The drafter is taken to agree with a proposal that is right and with no other. Proposals have ``rows`` less one.
         """
+        self.proposed = self.proposed[: rows - 1]
         held = agreed(self.proposed, len(self.text) + self.drafts)
-        self._told(held)
+        self._told(len(self.proposed), held)
         self.drafts += held + 1
         self._draft_steps += 1
         self._draft_rows += 1 + len(self.proposed)
         self._step_drafts += held + 1
         self.proposed = []
 
-    def verify(self) -> int:
-        """Verify what is drafted or proposed; returns how many tokens were accepted. One token more is committed."""
-        accepted = agreed(self.proposed, len(self.text))
-        self._told(accepted)
-        while accepted < self.drafts and self._numbers.random() >= self.hazard(self.committed + accepted):
-            accepted += 1
-        self.committed += accepted + 1
-        self.drafts, self.proposed, self.link_left, self.away = 0, [], None, False
+    def verify(self, rows: int) -> Verdict | None:
+        """The first ``rows`` rows of a verify, each of which commits a token, up to the first one that is not as asked.
+
+        Returns what the round came to; None if all were and more of it is left for the next step.
+        """
+        left, direct = self.drafts or len(self.proposed), bool(self.proposed)
+        most, accepted = min(left, rows), 0
+        if direct:
+            accepted = agreed(self.proposed[:most], len(self.text))
+        else:
+            while accepted < most and self._numbers.random() >= self.hazard(self.committed + accepted):
+                accepted += 1
+        self.committed += min(accepted + 1, rows)
+        self.link_left, self.away = None, False
+        self.verifying = accepted == rows < left
+        if self.verifying:
+            self._held += accepted
+            self.drafts, self.proposed = max(0, self.drafts - rows), self.proposed[rows:]
+            return None
+        verdict = Verdict(self._held + left, self._held + accepted, direct)
+        if direct:
+            self._told(verdict.asked, verdict.accepted)
+        self.drafts, self.proposed, self._held = 0, [], 0
         if self.direct is not None:
             self.direct.round_ended(self.text)
-        return accepted
+        return verdict
 
-    def _told(self, held: int) -> None:
-        if self.proposed and self.lookup is not None:
-            self.lookup.told(len(self.proposed), held)
+    def _told(self, proposed: int, held: int) -> None:
+        if proposed and self.lookup is not None:
+            self.lookup.told(proposed, held)
 
     def hazard(self, token: int) -> float:
         """Of a draft for that token of the answer."""
@@ -276,7 +309,7 @@ class SimulatedRequest:
     def preempted(self) -> None:
         """Everything it held is gone and will be computed again."""
         self.prefill, self.drafts, self.link_left, self.away = self.prompt + self.committed, 0, None, False
-        self.proposed = []
+        self.proposed, self.verifying, self._held = [], False, 0
 
 
 def on_device(compression: Compression, costs: CostModel, full: float, swap: float) -> float:
