@@ -9,11 +9,13 @@ import pytest
 
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.costs import CostModel, Link
+from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.schedulable import Bytes, Part, StepPlan
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
+from vericache_core.runtime.window import Experience, WindowController
 from vericache_core.simulate.clock import Simulation
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.lookup import Lookup
@@ -46,7 +48,7 @@ def simulation(
             mode=mode,
             tier="host",
             window=2,
-            controller=None,
+            experience=None,
             prefill=False,
             seed=0,
         )
@@ -126,7 +128,7 @@ def test_pages_are_reserved_beyond_the_length() -> None:
             mode="pinned",
             tier="host",
             window=2,
-            controller=None,
+            experience=None,
             prefill=False,
             seed=0,
             page=page,
@@ -184,3 +186,29 @@ def test_a_verify_that_does_not_fit_goes_on_in_the_next_step() -> None:
     assert (whole._requests[0].committed, whole.result.windows, whole.result.accepted) == (21, [20], 20)
     even = simulation([*drafts[:16], verify], "pinned", rows=16)  # no row is left to say what comes after the drafts
     assert (even._requests[0].committed, even._requests[0].drafts, even.result.windows) == (16, 0, [16])
+
+
+def test_a_request_brings_its_grant_when_it_arrives_and_takes_the_rest_of_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody's drafts ever gain is lost on the first one's account alone while it is there alone."""
+    shared: list[Experience] = []
+
+    def noted(prior: Prior | None) -> Experience:
+        shared.append(Experience(prior))
+        return shared[-1]
+
+    def close(controller: WindowController) -> None:
+        closed.append(controller)
+
+    closed: list[WindowController] = []
+    monkeypatch.setattr("vericache_core.simulate.compare.Experience", noted)
+    monkeypatch.setattr(WindowController, "close", close)
+    facts: dict[str, Any] = {"mode": "pinned", "compression": Compression(0.5, 1.0), "prior": Prior(0.1, 8.0)}
+    cheap = CostModel({1: 1.0, 8: 1.05, 64: 1.3}, read=0.004, pair=0.0)
+    runs = {}
+    for others in (0, 30):
+        arrivals = [Arrival(0.0, 100, 128), *(Arrival(1e6, 100, 2) for _ in range(others))]
+        runs[others] = simulate(Setup(cheap, 1, Bytes(1e9), arrivals, **facts))
+    assert runs[0].windows
+    assert runs[0].latencies[0] == runs[30].latencies[0]
+    assert len({id(controller) for controller in closed}) == len(closed) == 1 + 31
+    assert [each.ledger._granted for each in shared] == [0.0, 0.0]  # answers of full length leave nothing to give back

@@ -118,6 +118,7 @@ class Simulation:
             if request.lookup is not None and self._guesses is not None:
                 prices = functools.partial(self._direct_prices, request)
                 request.direct = DirectPace(request.lookup, self._guesses, prices, request.prompt)
+            request.arrived()
             if request.controller is not None:
                 self._choose(request)
 
@@ -306,9 +307,10 @@ class Simulation:
         elif drafted:
             self.result.windows.append(drafted)
             self.result.accepted += accepted
-        if request.controller is not None and not request.finished:
+        if request.controller is not None:
             request.controller.observe(drafted, accepted, self._prices(request), plain)
-            self._choose(request)
+            if not request.finished:
+                self._choose(request)
 
     def _choose(self, request: SimulatedRequest) -> None:
         assert request.controller is not None
@@ -330,6 +332,7 @@ class Simulation:
         gone = [request for request in self._requests.values() if request.finished]
         for request in gone:
             self.scheduler.remove(request.number)
+            request.left()
             self.result.latencies.append(self.now - request.arrival)
             del self._requests[request.number]
         return len(gone)

@@ -18,7 +18,7 @@ from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
-from vericache_core.runtime.window import Experience, WindowController
+from vericache_core.runtime.window import Experience
 from vericache_core.simulate.clock import Simulation
 from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.request import Compression, SimulatedRequest, demand
@@ -111,7 +111,7 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
             mode=mode,
             tier=setup.tier,
             window=0 if mode == "plain" else setup.window or 0,
-            controller=None if mode == "plain" or setup.window is not None else _controller(experience, arrival),
+            experience=None if mode == "plain" or setup.window is not None else experience,
             prefill=setup.prefill,
             seed=setup.seed,
             hazards=setup.turns[number % len(setup.turns)] if setup.turns else (),
@@ -152,10 +152,6 @@ def _step_seconds(setup: Setup) -> float:
     prompts = sum(arrival.prompt_tokens for arrival in setup.arrivals) * setup.token_bytes
     read = min(setup.budget.device, prompts * setup.compression.keep)
     return setup.costs.compute_seconds(StepLoad(len(setup.arrivals), read))
-
-
-def _controller(experience: Experience, arrival: Arrival) -> WindowController:
-    return WindowController(experience, arrival.new_tokens)
 
 
 def _modes(setup: Setup) -> tuple[list[Mode], int]:

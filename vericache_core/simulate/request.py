@@ -12,7 +12,7 @@ from vericache_core.runtime.modes import Demand, Mode
 from vericache_core.runtime.rounds import MOST, Situation
 from vericache_core.runtime.schedulable import Bytes, Part
 from vericache_core.runtime.trace import Arrival
-from vericache_core.runtime.window import WindowController
+from vericache_core.runtime.window import Experience, WindowController
 from vericache_core.simulate.lookup import Lookup, SimulatedLookup, agreed
 
 UNSEEN_STEPS = 4
@@ -58,6 +58,7 @@ class SimulatedRequest:
         chosen: drafts of the round under way, by its controller or for good.
         away: its verify is in the background.
         token_bytes: of full KV per token.
+        controller: chooses its windows from its arrival on, with the experience of others; None where they are given.
         lookup: proposes tokens, if it has a proposer.
         direct: says how many of them the full KV is asked about; None where that follows what was accepted lately.
         proposed: proposals in the step under way, or that a verify still has to go through.
@@ -75,7 +76,7 @@ class SimulatedRequest:
         mode: Mode,
         tier: str,
         window: int,
-        controller: WindowController | None,
+        experience: Experience | None,
         prefill: bool,
         seed: int,
         hazards: Sequence[float] = (),
@@ -84,7 +85,9 @@ class SimulatedRequest:
         lookup: Lookup | None = None,
     ) -> None:
         self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
-        self.mode, self.tier, self.controller, self.chosen = mode, tier, controller, window
+        self.mode, self.tier, self.chosen = mode, tier, window
+        self.controller: WindowController | None = None
+        self._experience = experience
         self.away = False
         self.prompt, self.new_tokens = arrival.prompt_tokens, arrival.new_tokens
         self._hazards = hazards or (compression.hazard if arrival.hazard is None else arrival.hazard,)
@@ -102,6 +105,16 @@ class SimulatedRequest:
         self.proposed: list[int] = []
         self.verifying, self._held = False, 0  # and tokens that steps of this verify have accepted already
         self._draft_steps = self._draft_rows = self._step_drafts = 0
+
+    def arrived(self) -> None:
+        """It waits from here on. Its controller begins with what those before it have learnt, and brings its grant."""
+        if self._experience is not None:
+            self.controller = WindowController(self._experience, self.new_tokens)
+
+    def left(self) -> None:
+        """Its answer is complete."""
+        if self.controller is not None:
+            self.controller.close()
 
     # -- what schedulers read ------------------------------------------------------------------------
 
