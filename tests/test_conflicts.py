@@ -285,6 +285,12 @@ MEASURE: Final = ["bench", "throughput", "-m", "/none"]
         ),
         (["simulate", "--mode", "plain", "--keep", "0.5"], "--keep has no effect (--mode plain drafts nothing)"),
         (["simulate", "--mode", "plain", "--ring", "2"], "--ring has no effect (--mode plain"),
+        (["simulate", "--mode", "plain", "--hazard", "0.3"], "--hazard has no effect (--mode plain drafts nothing)"),
+        (["simulate", "--drafters", "2", "--scatter"], "--scatter has no effect (no two requests have one prompt)"),
+        (
+            ["simulate", "--count", "2", "--calibration", "x", "--kv-memory", "9"],
+            "--count has no effect (--calibration has the costs and --kv-memory the room)",
+        ),
         (["simulate", "--mode", "pinned", "--tier", "disk"], "--tier has no effect (--mode pinned swaps nothing)"),
         (["simulate", "--tier", "disk", "--host-memory", "9"], "--host-memory has no effect (--tier disk"),
         (["simulate", "--hazard-turn", "9"], "--hazard-turn has no effect (--hazard has no slash"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
 import pytest
 
+from vericache_core.cli import simulate_proposer
+from vericache_core.runtime import direct, planning
 from vericache_core.runtime.costs import CostModel, Link
-from vericache_core.runtime.propose import Length
+from vericache_core.runtime.hazard import Prior
+from vericache_core.runtime.propose import Length, NGramProposer
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
+from vericache_core.simulate import request
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.lookup import MOST, Lookup, SimulatedLookup, agreed
 from vericache_core.simulate.request import Compression
@@ -69,6 +74,22 @@ def test_chances_are_met_and_stay() -> None:
 def test_chances_are_numbers_from_0_to_1(chances: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected numbers from 0 to 1"):
         Lookup(**chances)
+
+
+def test_what_is_taken_from_the_engine_is_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies where an import would bring torch along, or take a number apart that the engine has no name for."""
+    assert request.UNSEEN_STEPS == planning.UNSEEN_STEPS
+    assert inspect.signature(NGramProposer).parameters["most"].default == MOST
+    priors: list[Prior] = []
+
+    def noted(prior: Prior, **_: float) -> None:
+        priors.append(prior)
+
+    monkeypatch.setattr(direct, "HazardEstimate", noted)
+    monkeypatch.setattr(direct, "Regimes", noted)
+    direct.GuessBook()
+    none, wrong = priors
+    assert (float(simulate_proposer.SHARE), float(simulate_proposer.HAZARD)) == (1 - none.hazard, wrong.hazard)
 
 
 def run(costs: CostModel = STEP, **changes: Any) -> Result:

@@ -26,7 +26,13 @@ IDLE: Final = (
         ("proposer",), lambda args: args.drafters is not None, "the remote scenario, which --drafters asks for, has none"
     ),
     IdleFlags(_OF_A_PROPOSER, lambda args: args.proposer == "none", "it says how good a --proposer is"),
-    IdleFlags(("keep", *_OF_SWAPS), lambda args: args.mode == "plain", "--mode plain drafts nothing"),
+    IdleFlags(("scatter",), lambda args: args.sharing == 1, "no two requests have one prompt"),
+    IdleFlags(
+        ("count",),
+        lambda args: args.calibration is not None and args.kv_memory is not None,
+        "--calibration has the costs and --kv-memory the room",
+    ),
+    IdleFlags(("keep", "hazard", "hazard_turn", *_OF_SWAPS), lambda args: args.mode == "plain", "--mode plain drafts nothing"),
     IdleFlags(_OF_SWAPS, lambda args: args.mode == "pinned", "--mode pinned swaps nothing"),
     IdleFlags(("background",), lambda args: args.scheduler == "lockstep", "--scheduler lockstep verifies all together"),
     IdleFlags(("background",), lambda args: not args.ring, "without --ring the whole cache comes ahead of the verify"),

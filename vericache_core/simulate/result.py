@@ -13,11 +13,15 @@ class Result:
         tokens: committed, of all requests.
         seconds: from the first arrival to the last token.
         peak_kv_bytes: most KV on the device at a time, swaps included.
+        swap_bytes: that all swaps moved.
         swap_seconds: link time of all swaps.
         exposed_seconds: time that steps waited for them.
-        windows: drafts of every verify, and ``accepted`` of them all.
-        proposed: tokens that the full KV was asked about without drafts, of which it agreed with ``proposals_kept``.
-        steps: seconds of every step by whether it carried a verify, drafts alone, or else.
+        windows: drafts of every verify.
+        accepted: of all of them.
+        proposed: tokens that the full KV was asked about without drafts.
+        proposals_kept: those that it agreed with.
+        draft_steps, mixed_steps, verify_steps: seconds of every step that carried drafts alone, drafts and verifies, or
+            verifies alone; steps with rows of a prefill or of plain decoding are in none of them.
         latencies: from arrival to last token, of each request.
         first_tokens: from arrival to first token.
         refused: requests that the queue refused.
