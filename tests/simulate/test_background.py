@@ -17,7 +17,7 @@ from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup, simulate
-from vericache_core.simulate.request import Compression
+from vericache_core.simulate.compression import Compression
 
 LAYERS = 10
 # A step takes 1 second, a swap of 50 bytes 5; a byte a token.

@@ -18,8 +18,9 @@ from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience, WindowController
 from vericache_core.simulate.clock import Simulation
 from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.lookup import Lookup
-from vericache_core.simulate.request import Compression, SimulatedRequest
+from vericache_core.simulate.request import SimulatedRequest
 
 COSTS = CostModel({8: 1.0}, read=0.001, pair=0.01, links={"host": Link(0.0, 0.01)}, layers=10)
 

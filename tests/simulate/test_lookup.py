@@ -17,8 +17,8 @@ from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate import request
 from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.lookup import MOST, Lookup, SimulatedLookup, agreed
-from vericache_core.simulate.request import Compression
 from vericache_core.simulate.result import Result
 
 PROMPT = 7

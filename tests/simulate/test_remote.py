@@ -13,6 +13,7 @@ from vericache_core.cli.main import main
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.costs import Link
 from vericache_core.runtime.trace import Arrival, poisson
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.fleet import (
     PATHS,
     PLAIN,
@@ -27,7 +28,6 @@ from vericache_core.simulate.fleet import (
 )
 from vericache_core.simulate.hardware import DEVICES, MODELS, cost_model
 from vericache_core.simulate.remote import MARGIN, FleetResult, FleetSimulation, simulate_fleet
-from vericache_core.simulate.request import Compression
 
 MODEL, DEVICE = MODELS["mistral-24b"], DEVICES["rtx-pro-6000"]
 PROMPT, NEW = 30_000, 100

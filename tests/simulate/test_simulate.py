@@ -13,8 +13,8 @@ from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival, poisson
 from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.hardware import DEVICES, MODELS, cost_model
-from vericache_core.simulate.request import Compression
 from vericache_core.simulate.result import Result
 
 PLENTY = 1e15

@@ -13,8 +13,8 @@ from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.hardware import DEVICES, MODELS, cost_model
-from vericache_core.simulate.request import Compression
 from vericache_core.simulate.windows import Search, search_windows
 
 STATIC = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, MOST)

@@ -18,8 +18,8 @@ from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival, poisson, read_trace
 from vericache_core.simulate.compare import Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, copying, cost_model
-from vericache_core.simulate.request import Compression
 from vericache_core.simulate.result import Result
 
 SCHEMA: Final = "vericache.simulate/1"

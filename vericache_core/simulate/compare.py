@@ -20,8 +20,9 @@ from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience
 from vericache_core.simulate.clock import Simulation
+from vericache_core.simulate.compression import Compression, demand
 from vericache_core.simulate.lookup import Lookup
-from vericache_core.simulate.request import Compression, SimulatedRequest, demand
+from vericache_core.simulate.request import SimulatedRequest
 from vericache_core.simulate.result import Result
 
 Order = Literal["staggered", "lockstep"]

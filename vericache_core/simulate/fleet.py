@@ -16,7 +16,7 @@ from typing import Final, Literal, get_args
 
 from vericache_core.runtime.costs import CostModel, Link, StepLoad
 from vericache_core.runtime.rounds import WINDOWS
-from vericache_core.simulate.request import Compression
+from vericache_core.simulate.compression import Compression
 
 Path = Literal["remote", "fetch", "verify", "verify-stateless", "stream", "stream-stateless"]
 PATHS: Final[tuple[Path, ...]] = get_args(Path)

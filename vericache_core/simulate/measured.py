@@ -23,10 +23,10 @@ from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.schedulable import Bytes
 from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Order, Setup, simulate
+from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.hardware import DEVICES, copying
 from vericache_core.simulate.lookup import Lookup
 from vericache_core.simulate.replayed import Round, fixed_window, lookups, rounds, wrong_drafts
-from vericache_core.simulate.request import Compression
 
 RUNS_SCHEMA: Final = "vericache.bench.throughput.runs/1"
 ENGINE_PAGE: Final = 128

@@ -8,33 +8,16 @@ from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.direct import DirectPace
-from vericache_core.runtime.modes import Demand, Mode
+from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.rounds import MOST, Situation
 from vericache_core.runtime.schedulable import Bytes, Part
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience, WindowController
+from vericache_core.simulate.compression import Compression, on_device
 from vericache_core.simulate.lookup import Lookup, SimulatedLookup, agreed
 
 UNSEEN_STEPS = 4
 """Draft steps without proposals that a request's own are averaged with, as in the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """What a compressor is to a simulation.
-
-    Attributes:
-        keep: draft KV of a prefix as a fraction of its full KV, in bytes.
-        hazard: chance per drafted token to differ.
-        delta: whether a swap moves only what the draft KV lacks (token dropping) or everything (quantization).
-        ring: layers of full KV on the device at a time, streamed in while the verify computes, as in the engine; 0 for
-            the whole cache, streamed in ahead of it, as in the paper.
-    """
-
-    keep: float = 0.2
-    hazard: float = 0.02
-    delta: bool = True
-    ring: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,17 +306,3 @@ class SimulatedRequest:
         """Everything it held is gone and will be computed again."""
         self.prefill, self.drafts, self.link_left, self.away = self.prompt + self.committed, 0, None, False
         self.proposed, self.verifying, self._held = [], False, 0
-
-
-def on_device(compression: Compression, costs: CostModel, full: float, swap: float) -> float:
-    """Bytes on the device while a swap of ``swap`` bytes is under way; slots of a ring hold all rows of their layers."""
-    return full * min(1.0, compression.ring / costs.layers) if compression.ring else swap
-
-
-def demand(arrival: Arrival, compression: Compression, token_bytes: int, costs: CostModel, tier: str, hazard: float) -> Demand:
-    """What the mode choice looks at; ``hazard`` is what is believed, not what the arrival says."""
-    tokens = arrival.prompt_tokens + arrival.new_tokens
-    full = tokens * token_bytes
-    draft = (arrival.prompt_tokens * compression.keep + arrival.new_tokens) * token_bytes
-    swap = full - draft if compression.delta else full
-    return Demand(tokens, full, draft, swap, on_device(compression, costs, full, swap), tier, hazard, arrival.new_tokens)
