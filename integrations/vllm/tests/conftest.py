@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import patience
 import pytest
 import tiny
 import uniform
@@ -61,5 +62,5 @@ def redis(folder: Path) -> Iterator[str | None]:
         return
     port = free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    with Service(command, lambda: accepts(port), folder / "redis.log"):
+    with Service(command, lambda: accepts(port), folder / "redis.log", seconds=patience.SECONDS):
         yield f"127.0.0.1:{port}"

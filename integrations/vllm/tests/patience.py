@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vericache_vllm.home import CHUNK_SIZE
+from vericache_vllm.home import CHUNK_SIZE, KVHome
 from vericache_vllm.verdict import Check, Verifier
 
 SECONDS = 600.0
@@ -18,6 +19,11 @@ SECONDS = 600.0
 Products wait seconds where tests wait this long. One question may take as long, so that a wait which starts one at its
 limit ends after twice this, before the runner's deadline for a file (1800).
 """
+
+
+def kv_home(redis: str | None, folder: Path) -> KVHome:
+    """LMCache in front of ``redis``, its log in ``folder``."""
+    return KVHome(redis, folder / "lmcache.log", start=SECONDS, seconds=SECONDS)
 
 
 def until(fact: Callable[[], bool]) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tiny
-from patience import until_served
+from patience import kv_home, until_served
 from vllm import SamplingParams
 
 from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import generate
-from vericache_vllm.home import CHUNK_SIZE, KVHome
+from vericache_vllm.home import CHUNK_SIZE
 from vericache_vllm.offline import OfflineVerifier, build_llm
 from vericache_vllm.verdict import Check, Verdict
 
@@ -22,7 +22,7 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 
 def test_the_home_dies_in_the_middle(model: Path, redis: str | None, folder: Path) -> None:
-    home = KVHome(redis, folder / "lmcache.log")
+    home = kv_home(redis, folder)
     llm = build_llm(
         str(model),
         home.address,

@@ -10,7 +10,7 @@ from typing import Any
 import patience
 import pytest
 import tiny
-from patience import until, until_served
+from patience import kv_home, until, until_served
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -45,7 +45,7 @@ DRAFTERS = [
 
 @pytest.fixture(scope="module")
 def home(redis: str | None, folder: Path) -> Iterator[KVHome]:
-    home = KVHome(redis, folder / "lmcache.log")
+    home = kv_home(redis, folder)
     yield home
     home.close()
 

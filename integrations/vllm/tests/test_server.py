@@ -13,13 +13,13 @@ from typing import Any
 import patience
 import pytest
 import tiny
-from patience import until_served
+from patience import kv_home, until_served
 
 from vericache_core.errors import ConfigError, PromptError, RemoteError
 from vericache_vllm.client import HttpVerifier
 from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import generate
-from vericache_vllm.home import CHUNK_SIZE, KVHome, fetch
+from vericache_vllm.home import CHUNK_SIZE, fetch
 from vericache_vllm.offline import kv_transfer_config
 from vericache_vllm.processes import Service, accepts, free_port
 from vericache_vllm.verdict import PATH, PROTOCOL, Check
@@ -31,7 +31,7 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 @pytest.fixture(scope="module")
 def server(model: Path, redis: str | None, folder: Path) -> Iterator[str]:
-    home = KVHome(redis, folder / "lmcache.log")
+    home = kv_home(redis, folder)
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--block-size", str(CHUNK_SIZE)]
@@ -39,14 +39,14 @@ def server(model: Path, redis: str | None, folder: Path) -> Iterator[str]:
     command += ["--kv-transfer-config", json.dumps(kv_transfer_config(home.address, patience.SECONDS))]
     environment = {"VLLM_PLUGINS": "vericache", "VERICACHE_TOKEN": TOKEN}
     url = f"http://127.0.0.1:{port}"
-    with Service(command, lambda: accepts(port) and _answers(url), folder / "server.log", environment):
+    with Service(command, lambda: accepts(port) and _answers(url), folder / "server.log", environment, patience.SECONDS):
         yield url
     home.close()
 
 
 def _answers(url: str) -> bool:
     try:
-        fetch(f"{url}/health", seconds=10.0)
+        fetch(f"{url}/health")
     except RemoteError:
         return False
     return True

@@ -9,7 +9,7 @@ from pathlib import Path
 import patience
 import pytest
 import tiny
-from patience import until_served
+from patience import kv_home, until_served
 
 # Two ranks need processes of their own. None is bound to a core: a core that others use would hold up both.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import generate
-from vericache_vllm.home import CHUNK_SIZE, KVHome
+from vericache_vllm.home import CHUNK_SIZE
 from vericache_vllm.offline import OfflineVerifier, build_llm
 from vericache_vllm.verdict import Check
 
@@ -27,7 +27,7 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 @pytest.fixture(scope="module")
 def verifier(model: Path, redis: str | None, folder: Path) -> Iterator[OfflineVerifier]:
-    home = KVHome(redis, folder / "lmcache.log")
+    home = kv_home(redis, folder)
     llm = build_llm(
         str(model),
         home.address,

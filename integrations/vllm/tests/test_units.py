@@ -266,7 +266,7 @@ def test_rows_are_coded_alone() -> None:
 @pytest.mark.parametrize("serde", [{"type": "fp8"}, "turboquant"])
 def test_a_lossy_home_is_refused(monkeypatch: pytest.MonkeyPatch, serde: Any) -> None:
     exact = {"storage_manager": {"l2_adapter_config": {"adapters": [{"host": "h", "serde_config": None}]}}}
-    monkeypatch.setattr(home, "fetch", lambda _: exact)
+    monkeypatch.setattr(home, "fetch", lambda _, seconds: exact)
     home.require_exact("h:1")
     exact["storage_manager"]["l2_adapter_config"]["adapters"].append({"type": "fs", "serde_config": serde})
     with pytest.raises(ConfigError, match="bit for bit"):

@@ -24,13 +24,23 @@ class KVHome:
         log: file for what it prints.
         chunk_size: tokens of a chunk, a multiple of vLLM's block size.
         memory_gb: DRAM.
+        start: seconds until it has to be ready.
+        seconds: longest wait for an answer of its HTTP interface.
 
     Attributes:
         address: ``host:port`` for vLLM.
     """
 
-    def __init__(self, redis: str | None, log: Path, chunk_size: int = CHUNK_SIZE, memory_gb: int = 1) -> None:
-        port, self._http = free_port(), free_port()
+    def __init__(
+        self,
+        redis: str | None,
+        log: Path,
+        chunk_size: int = CHUNK_SIZE,
+        memory_gb: int = 1,
+        start: float = 120.0,
+        seconds: float = 10.0,
+    ) -> None:
+        port, self._http, self._seconds = free_port(), free_port(), seconds
         self.address = f"127.0.0.1:{port}"
         command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--http-port", str(self._http), "--supported-transfer-mode", "engine_driven"]
@@ -42,17 +52,17 @@ class KVHome:
             command += ["--l2-adapter", json.dumps({"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2})]
         # Every rank of vLLM registers anew with a fresh server, and hashes must agree between processes.
         environment = {"LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
-        self.service = Service(command, self._healthy, log, environment)
-        require_exact(f"127.0.0.1:{self._http}")
+        self.service = Service(command, self._healthy, log, environment, start)
+        require_exact(f"127.0.0.1:{self._http}", seconds)
 
     def status(self) -> dict[str, Any]:
         """What the server says of itself."""
-        found: dict[str, Any] = fetch(f"http://127.0.0.1:{self._http}/status")
+        found: dict[str, Any] = fetch(f"http://127.0.0.1:{self._http}/status", seconds=self._seconds)
         return found
 
     def forget(self) -> None:
         """Drop everything from DRAM; what Redis holds stays."""
-        fetch(f"http://127.0.0.1:{self._http}/cache/clear", method="POST")
+        fetch(f"http://127.0.0.1:{self._http}/cache/clear", method="POST", seconds=self._seconds)
 
     def close(self) -> None:
         """End the server; what Redis holds stays."""
@@ -60,13 +70,13 @@ class KVHome:
 
     def _healthy(self) -> bool:
         try:
-            fetch(f"http://127.0.0.1:{self._http}/healthcheck", seconds=10.0)
+            fetch(f"http://127.0.0.1:{self._http}/healthcheck")
         except RemoteError:
             return False
         return True
 
 
-def require_exact(http: str) -> None:
+def require_exact(http: str, seconds: float = 10.0) -> None:
     """Refuse an LMCache server that may give back other bits than it was given.
 
     A lossy serializer answers under the very keys of exact KV, unmarked; verifying with its rows would commit tokens that
@@ -74,12 +84,13 @@ def require_exact(http: str) -> None:
 
     Args:
         http: ``host:port`` of the server's HTTP interface.
+        seconds: longest wait for its answer.
 
     Raises:
         ConfigError: an adapter serializes; the message names it.
         RemoteError: the server does not answer.
     """
-    for adapter in _adapters(fetch(f"http://{http}/config")):
+    for adapter in _adapters(fetch(f"http://{http}/config", seconds=seconds)):
         serializer = adapter.get("serde") or adapter.get("serde_config")
         if serializer:
             raise ConfigError(
@@ -99,7 +110,7 @@ def _adapters(config: Any) -> list[dict[str, Any]]:
     return [config, *nested] if "serde" in config or "serde_config" in config else nested
 
 
-def fetch(url: str, method: str = "GET", seconds: float = 60.0) -> Any:
+def fetch(url: str, method: str = "GET", seconds: float = 10.0) -> Any:
     """JSON of ``url``, ``None`` for an empty answer.
 
     Raises:

@@ -46,7 +46,7 @@ class Service:
         ready: asked until it says True.
         log: file for what it prints.
         environment: further variables.
-        seconds: how long it may take to be ready, a hang apart: one that ends is noticed at once.
+        seconds: how long it may take to be ready; one that ends is noticed at once.
 
     Raises:
         RemoteError: it ended, or was not ready in time; the message carries the end of its log.
@@ -58,7 +58,7 @@ class Service:
         ready: Callable[[], bool],
         log: Path,
         environment: Mapping[str, str] | None = None,
-        seconds: float = 600.0,
+        seconds: float = 120.0,
     ) -> None:
         self.command, self.log = list(command), log
         with log.open("ab") as output:
