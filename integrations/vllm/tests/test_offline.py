@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import patience
 import pytest
 import tiny
 from patience import kv_home, until, until_served
+from stock import SETTINGS, greedy, stock_tokens
 from vllm import LLM, SamplingParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from vericache_vllm import offline
 from vericache_vllm.drafter import CompressedDrafter
@@ -22,14 +21,6 @@ from vericache_vllm.offline import OfflineVerifier, build_llm, covered, verifica
 from vericache_vllm.verdict import Check
 
 NEW_TOKENS = 64
-SETTINGS: dict[str, Any] = {
-    "block_size": CHUNK_SIZE,
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "dtype": "float32",
-    "max_num_seqs": 4,
-    "enable_prefix_caching": False,
-}
 # The second prompt ends on a chunk: its first verification already stands on the boundary.
 PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 DRAFTERS = [
@@ -53,27 +44,15 @@ def home(redis: str | None, folder: Path) -> Iterator[KVHome]:
 @pytest.fixture(scope="module")
 def reference(model: Path) -> list[list[int]]:
     """vLLM's own greedy output, of an engine that knows nothing of LMCache or of us."""
-    llm = LLM(model=str(model), **SETTINGS)
-    tokens = greedy(llm)
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
-    cleanup_dist_env_and_memory()
-    return tokens
+    return stock_tokens(model, PROMPTS, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path, home: KVHome, reference: list[list[int]]) -> Iterator[LLM]:
-    """The verifier's engine, after the other one has ended: two in one process share their groups of ranks."""
+    """The verifier's engine, after the other one has ended."""
     llm = build_llm(str(model), home.address, patience.SECONDS, **SETTINGS)
     yield llm
     OfflineVerifier(llm).close()
-
-
-def greedy(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def run(llm: LLM, model: Path, compressor: str, options: dict[str, Any], salt: str | None = None) -> list[Generated]:
@@ -95,7 +74,7 @@ def test_plain_decoding_by_verifications(llm: LLM, reference: list[list[int]]) -
 
 
 def test_requests_that_verify_nothing_are_served_as_ever(llm: LLM, reference: list[list[int]]) -> None:
-    assert [greedy(llm), greedy(llm)] == [reference, reference]
+    assert [greedy(llm, PROMPTS, NEW_TOKENS) for _ in range(2)] == [reference, reference]
 
 
 @pytest.mark.parametrize(("compressor", "options"), DRAFTERS, ids=[f"{name}-{options}" for name, options in DRAFTERS])
