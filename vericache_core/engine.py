@@ -34,7 +34,7 @@ from vericache_core.runtime.request import Request
 from vericache_core.runtime.reuse import open_reuse
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.service.audit import IdentityAudit
-from vericache_core.stores.url import check_store
+from vericache_core.stores.start import check_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -98,6 +98,10 @@ class StoreTimeout(StoreError):
     """A prefix store did not answer before the deadline; a late answer is discarded."""
 
 
+class StoreUnusable(StoreError):
+    """A prefix store cannot be used the way it is set up, and waiting does not help."""
+
+
 class StoreFull(StoreError):
     """A prefix store has no room for a blob, even after evicting what it may."""
 

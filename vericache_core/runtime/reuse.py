@@ -13,18 +13,17 @@ from typing import Any
 
 from vericache_core.config import EngineConfig
 from vericache_core.context import Needs
-from vericache_core.errors import SwapError
+from vericache_core.errors import ConfigError, SwapError
 from vericache_core.kv import CompressedKV
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.compress import Compression
 from vericache_core.runtime.request import Request
 from vericache_core.stores.base import StoreCounts
-from vericache_core.stores.client import StoreClient
-from vericache_core.stores.client_policy import ClientPolicy
 from vericache_core.stores.guarded import GuardedStore
 from vericache_core.stores.identity import canonical, chain
 from vericache_core.stores.prefix import PrefixStore
 from vericache_core.stores.saver import BackgroundSaver
+from vericache_core.stores.start import client_of, look
 from vericache_core.stores.url import open_store
 
 log = logging.getLogger("vericache.runtime")
@@ -165,14 +164,20 @@ def open_reuse(config: EngineConfig, adapter: ModelAdapter, tokenizer: Any, atte
     """What ``prefix_store`` asks for, None if it asks for nothing.
 
     Raises:
-        ConfigError: the URL is wrong.
+        ConfigError: the URL is wrong, or the store is required and does not answer.
     """
     if config.prefix_store is None:
         return None
     opened = open_store(config.prefix_store)
+    client = client_of(opened)
+    if opened.required:  # of the very store that will be used, however the engine came about
+        try:
+            look(config.prefix_store, opened, client)
+        except ConfigError:
+            client.close()
+            raise
     from vericache_core.stores.describe import describe_model
 
     identity = describe_model(adapter, tokenizer, attention, config.tenant)
-    blobs = GuardedStore(StoreClient(opened.blobs, ClientPolicy(attempts=opened.attempts)))
-    store = PrefixStore(blobs, identity, adapter.layers, opened.chunk, opened.timeout)
+    store = PrefixStore(GuardedStore(client), identity, adapter.layers, opened.chunk, opened.timeout)
     return PrefixReuse(store, compressed=opened.compressed)

@@ -46,3 +46,14 @@ class BlobStore(Protocol):
 
     def close(self) -> None:
         """Give back every handle; safe to call twice."""
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """A backend that can tell more about itself than whether it answers a lookup."""
+
+    def check(self, *, deadline: float) -> None:
+        """See whether blobs could be put, without putting any and without evicting one for it.
+
+        Raises ``StoreUnusable`` where waiting would not help; else as every method of a ``BlobStore``.
+        """

@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from vericache_core.errors import StoreError, StoreFull, StoreTimeout, VeriCacheError
-from vericache_core.stores.blobs import BlobStore, Buffer
+from vericache_core.stores.blobs import BlobStore, Buffer, Checkable
 from vericache_core.stores.breaker import CircuitBreaker
 from vericache_core.stores.client_policy import ClientCounts, ClientPolicy
 from vericache_core.stores.clock import Clock, MonotonicClock
+from vericache_core.stores.keys import PROBE
 from vericache_core.stores.pieces import length_of
 
 LEFT_ALONE: Final = "the store failed too often and is left alone for a while"
@@ -90,6 +91,10 @@ class StoreClient:
         """Remove the blob, if there is one."""
         return self._submit("delete", lambda until: self._store.delete(key, deadline=until), deadline)
 
+    def check(self, *, deadline: float | None = None) -> Future[None]:
+        """See whether the store can be used: by its own ``check``, or by a lookup where it has none."""
+        return self._submit("check", self._check, deadline)
+
     def pinned(self, keys: Sequence[str]) -> AbstractContextManager[None]:
         """Blobs that this process must not evict; asks nobody else, so it does not wait."""
         return self._store.pinned(keys)
@@ -144,6 +149,12 @@ class StoreClient:
         if not isinstance(found, list) or len(found) != len(keys):
             raise StoreError(f"the store did not say of {len(keys)} keys whether they are there", cause=type(found).__name__)
         return [bool(there) for there in found]
+
+    def _check(self, deadline: float) -> None:
+        if isinstance(self._store, Checkable):
+            self._store.check(deadline=deadline)
+        else:
+            self._contains([PROBE], deadline)
 
     def _put(self, key: str, parts: Sequence[Buffer], deadline: float) -> int:
         self._store.put(key, parts, deadline=deadline)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, unquote
 
-from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
+from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnusable
 from vericache_core.sizes import exact_size
 from vericache_core.stores.blobs import Buffer
 from vericache_core.stores.keys import KEY, check_key
@@ -34,6 +34,8 @@ _MAGIC = b"VCOMMIT\n"
 _BLOCK = 8 << 20
 """Bytes written or read between two looks at the clock."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_FOLDER = {errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}
 _numbers = itertools.count()
 
 
@@ -120,6 +122,23 @@ class DiskBlobs:
         with _told(f"blob {key} could not be removed"):
             self._path(key).unlink(missing_ok=True)
 
+    def check(self, *, deadline: float) -> None:
+        """See whether the folder is one, and a file of one byte can be written into it; see ``Checkable``."""
+        with _told(f"{self.folder} could not be written to"):
+            try:
+                self._open(deadline)
+            except OSError as error:
+                readable = os.access(self.folder, os.R_OK | os.X_OK, effective_ids=True)
+                if error.errno in _NO_FOLDER or (error.errno in _DENIED and not readable):
+                    raise StoreUnusable(f"{self.folder} is no folder to keep blobs in", cause=str(error)) from error
+                raise
+            with self._locked(deadline):  # nobody takes it for a dead writer's meanwhile
+                try:
+                    self._try_to_write()
+                except OSError as error:
+                    if error.errno not in _FULL or not self._entries():  # a put makes room, where something can go
+                        raise
+
     @contextlib.contextmanager
     def pinned(self, keys: Sequence[str]) -> Iterator[None]:
         with self._pins_lock:
@@ -160,6 +179,15 @@ class DiskBlobs:
                 _remove_if_dead(left)
             self._make_room(0)
         self._opened = True
+
+    def _try_to_write(self) -> None:
+        temporary = self._aside / f"{os.getpid()}-{next(_numbers)}"
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, b"?")
+        finally:
+            os.close(file)
+            temporary.unlink(missing_ok=True)
 
     def _read(self, file: int, deadline: float) -> memoryview | None:
         """The blob in an open file; None if the commit record at its end does not fit."""
@@ -337,4 +365,4 @@ def _remove_if_dead(left: Path) -> None:
 def _refuse_foreign(folder: Path) -> None:
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise StoreError(f"{folder} belongs to somebody else, or others may write to it", hint="choose another name")
+        raise StoreUnusable(f"{folder} belongs to somebody else, or others may write to it", hint="choose another name")

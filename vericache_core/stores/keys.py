@@ -9,6 +9,9 @@ from vericache_core.errors import UsageError
 
 KEY: Final = re.compile(r"[a-z0-9-]{1,128}")
 
+PROBE: Final = "is-anybody-there"
+"""Looked up to see whether a store answers; nothing is ever put there."""
+
 
 def check_key(key: str) -> str:
     """``key`` itself, when it is one.

@@ -8,20 +8,15 @@ must be known to it.
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import re
-import secrets
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
+from vericache_core.errors import ConfigError
 from vericache_core.stores.blobs import BlobStore
-
-log = logging.getLogger("vericache.stores")
 
 DEFAULT_CHUNK = 256
 DEFAULT_TIMEOUT = 2.0
@@ -44,6 +39,8 @@ class Scheme:
     options: frozenset[str]
     attempts: int = 4
     """How often a call is tried; once where a failure does not pass by itself."""
+    hint: str | None = None
+    """What to do where it cannot be used the way it is set up."""
     cheap: bool = True
     """Whether opening it takes nothing that matters, so that it may be opened only to be looked at."""
 
@@ -54,8 +51,18 @@ _REDIS = Scheme(
 )
 
 SCHEMES: dict[str, Scheme] = {
-    "file": Scheme("vericache_core.stores.disk:from_url", frozenset({"bytes", "map"}), attempts=1),
-    "shm": Scheme("vericache_core.stores.memory:from_url", frozenset({"bytes"}), attempts=1),
+    "file": Scheme(
+        "vericache_core.stores.disk:from_url",
+        frozenset({"bytes", "map"}),
+        attempts=1,
+        hint="name a folder that this process may make, or at least read",
+    ),
+    "shm": Scheme(
+        "vericache_core.stores.memory:from_url",
+        frozenset({"bytes"}),
+        attempts=1,
+        hint="another name, or a file:// store where /dev/shm is not for this process",
+    ),
     "redis": _REDIS,
     "rediss": _REDIS,
     "unix": _REDIS,
@@ -76,7 +83,7 @@ class OpenedStore:
         timeout: seconds that a prefix may take.
         attempts: of a call.
         compressed: whether compressed KV goes in, beside full KV.
-        required: whether a store that does not answer at start is an error.
+        required: whether a store that does not answer at start is an error, see :mod:`vericache_core.stores.start`.
     """
 
     blobs: BlobStore
@@ -117,38 +124,6 @@ def open_store(url: str) -> OpenedStore:
     module, _, name = scheme.opener.partition(":")
     opener: Opener = getattr(importlib.import_module(module), name)
     return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts, compressed, required)
-
-
-def check_store(url: str) -> None:
-    """See whether the store of ``url`` takes a blob, before anything that takes long is begun.
-
-    A store that does not answer, or is full, is only warned of: it costs speed, and may come back. With ``required=yes``
-    it is an error; so is a folder that cannot be used, which would not pass by itself.
-
-    Raises:
-        ConfigError: the store cannot be used; or as :func:`open_store`.
-        MissingDependencyError: as :func:`open_store`.
-    """
-    scheme = SCHEMES.get(urlsplit(url).scheme)
-    if scheme is not None and not scheme.cheap:
-        return
-    opened = open_store(url)
-    key, deadline = f"probe-{secrets.token_hex(16)}", time.monotonic() + opened.timeout
-    try:
-        opened.blobs.put(key, [b"is anybody there?"], deadline=deadline)
-        opened.blobs.delete(key, deadline=deadline)
-    except StoreError as error:
-        lasting = opened.attempts == 1 and not isinstance(error, StoreTimeout | StoreFull)
-        if lasting:
-            hint = "name a folder that this process may make and write to"
-        elif opened.required:
-            hint = "start it; without required=yes it would only be warned of"
-        else:
-            log.warning("prefix store %s does not answer (%s); every prompt is computed until it does", shown(url), error)
-            return
-        raise ConfigError(f"prefix store {shown(url)!r} cannot be used", cause=str(error), hint=hint) from error
-    finally:
-        opened.blobs.close()
 
 
 def shown(url: str) -> str:
