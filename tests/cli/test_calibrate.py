@@ -36,8 +36,10 @@ def test_the_limit_of_the_link_is_in_what_swaps_cost(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "calibration.json"
-    assert main(["calibrate", str(file), "-m", folder, "--rows", "16", "--link-bytes-per-s", "1000", "--json"]) == 0
+    file, store = tmp_path / "calibration.json", tmp_path / "store"
+    arguments = ["--rows", "16", "--link-bytes-per-s", "1000", "--prefix-store", f"file://{store}", "--json"]
+    assert main(["calibrate", str(file), "-m", folder, *arguments]) == 0
+    assert not store.exists()  # what is measured has nothing to do with it
     shown = json.loads(capsys.readouterr().out)
     assert all(link["seconds_per_byte"] >= 1e-3 for link in shown["costs"]["links"].values())
     assert load_calibration(file).link_bytes_per_s == 1000

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     alone: dict[str, Any] = {"compressor": None, "keep": None, "keep_tokens": None, "options": {}, "calibration": None}
     # On the device and with no store elsewhere: what is measured is this machine, and every tier of it.
-    plain = replace(config, **alone, window=DRAFTED, mode="pinned", full_kv="device", remote=None)
+    plain = replace(config, **alone, window=DRAFTED, mode="pinned", full_kv="device", remote=None, prefix_store=None)
     priors: dict[str, Prior] = {}
     with Engine.from_pretrained(args.model, plain) as engine:
         note("measuring steps and swaps")

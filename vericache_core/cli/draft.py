@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vericache_core.runtime.sampling_params import SamplingParams
 
 SCHEMA: Final = "vericache.draft/1"
+_GRACE: Final = 30.0
 _ALIASES: Final = {
     "token_file": "remote_token_file",
     "tls_cert": "remote_cert",
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     add_metrics_argument(parser, ", until SIGTERM")
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="S", help="seconds for lines under way after SIGTERM or Ctrl-C [30]"
+        "--grace", type=float, metavar="S", help=f"seconds for lines under way after SIGTERM or Ctrl-C [{_GRACE:g}]"
     )
     for flag, setting in _ALIASES.items():
         name = setting.replace("_", "-")
@@ -64,24 +65,21 @@ def run(args: argparse.Namespace) -> int:
     for flag, setting in _ALIASES.items():
         if getattr(args, flag) is not None:
             setattr(args, setting, getattr(args, flag))
+    alone = bool(args.prompts or args.check)
+    _check_numbers(args, alone=alone)
     args.full_kv = args.full_kv or "remote"
     config = config_from_args(args)
     registry = registry_from_args(args, config)
     if config.full_kv != "remote" or config.remote is None:
         raise UsageError("drafting needs a store", hint="--remote HOST:PORT")
+    params = params_from_args(args)
+    shared = _shared(args.file)
     if config.compressor is None and config.remote_mode not in {"remote", "fetch", "local"}:
         config = _as_offered(config)
     if config.compressor is not None:
         registry.create(config.compressor, config.compressor_options())
-    params = params_from_args(args)
-    shared = _shared(args.file)
-
-    if not 0 <= args.grace < float("inf"):
-        raise UsageError(f"--grace is to be 0 or more, not {args.grace:g}")
-    if not args.prompts and not args.check:
+    if not alone:
         return _serve(args, config, shared, params)
-    if args.metrics is not None:
-        raise UsageError("--metrics is for requests on standard input", hint="give no PROMPT and no --check")
 
     from vericache_core.engine import Engine
 
@@ -96,6 +94,21 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         raise failed[0]
     return 0
+
+
+def _check_numbers(args: argparse.Namespace, *, alone: bool) -> None:
+    """UsageError for what cannot be meant, before anybody is talked to; ``alone`` is without lines of standard input."""
+    from vericache_core.service.http import split_address
+
+    for flag in ("metrics", "grace"):
+        if alone and getattr(args, flag) is not None:
+            raise UsageError(f"--{flag} is for requests on standard input", hint="give no PROMPT and no --check")
+    if args.metrics is not None:
+        split_address(args.metrics)
+    if args.grace is None:
+        args.grace = _GRACE
+    if not 0 <= args.grace < float("inf"):
+        raise UsageError(f"--grace is to be 0 or more, not {args.grace:g}")
 
 
 def _as_offered(config: EngineConfig) -> EngineConfig:
@@ -152,6 +165,7 @@ def _serve(args: argparse.Namespace, config: EngineConfig, shared: str, params: 
             elif jobs:
                 engine.step()
             _print_done(jobs)
+        _give_up(lines)
     return 0
 
 
@@ -171,13 +185,12 @@ def _next(lines: queue.SimpleQueue[str | None], *, wait: bool) -> str | None:
 
 
 def _take(line: str, engine: Engine, shared: str, params: SamplingParams, jobs: dict[Any, Job]) -> None:
+    """Begin the request of a line, or say why not."""
     from vericache_core.runtime.sampling_params import SamplingParams
 
     number: Any = None
     try:
-        asked = json.loads(line)
-        if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
-            raise PromptError("a line is to be a JSON object with a prompt")
+        asked = _asked(line)
         number = json.dumps(asked.get("id", len(jobs)))
         if number in jobs:
             raise PromptError(f"request {number} runs already")
@@ -185,15 +198,45 @@ def _take(line: str, engine: Engine, shared: str, params: SamplingParams, jobs: 
         own = params if given is None else SamplingParams.from_mapping(given)
         jobs[number] = engine.submit(f"{shared}{asked['prompt']}", own)
     except (VeriCacheError, ValueError, AttributeError) as error:
-        print(json.dumps({"schema": SCHEMA, "id": number and json.loads(number), "error": str(error)}), flush=True)
+        _print_error(number and json.loads(number), error)
+
+
+def _give_up(lines: queue.SimpleQueue[str | None]) -> None:
+    """Answer lines that had come when the drain began, and were not begun: their senders wait for them."""
+    from vericache_core.outputs import RequestOutput
+    from vericache_core.runtime.metrics import RequestMetrics
+
+    for number in range(lines.qsize()):  # more may come all the time
+        line = lines.get()
+        if line is not None:
+            try:
+                asked = _asked(line)
+            except (VeriCacheError, ValueError) as error:
+                _print_error(None, error)
+            else:
+                _print_output(asked.get("id", number), RequestOutput((), (), "", "cancelled", None, RequestMetrics()))
+
+
+def _asked(line: str) -> dict[str, Any]:
+    """What a line asks for; raises ValueError or PromptError where it is none."""
+    asked = json.loads(line)
+    if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
+        raise PromptError("a line is to be a JSON object with a prompt")
+    return asked
+
+
+def _print_error(number: Any, error: Exception) -> None:
+    print(json.dumps({"schema": SCHEMA, "id": number, "error": str(error)}), flush=True)
+
+
+def _print_output(number: Any, output: RequestOutput) -> None:
+    print(json.dumps({"schema": SCHEMA, "id": number, **_plain(output)}, ensure_ascii=False), flush=True)
 
 
 def _print_done(jobs: dict[Any, Job]) -> None:
     for number, job in list(jobs.items()):
         if job.finished:
-            output = jobs.pop(number).result()
-            answer = {"schema": SCHEMA, "id": json.loads(number), **_plain(output)}
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+            _print_output(json.loads(number), jobs.pop(number).result())
 
 
 def _shared(file: str | None) -> str:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         from vericache_core.engine import Engine
         from vericache_core.remote.server import StoreServer
 
-        engine = Engine.from_pretrained(args.model, config)
+        engine = stack.enter_context(Engine.from_pretrained(args.model, config))  # also if nothing comes to serve it
         server = StoreServer(engine, args.listen, Guard(tokens), credentials, limits)
         stack.callback(server.stop, args.grace)  # after Ctrl-C while prefixes are made, too
         for name, prompt in prefixes:

@@ -116,11 +116,13 @@ class Preparations:
 
     def end(self, error: VeriCacheError) -> None:
         """Give everything up; whoever waits gets ``error``."""
-        for coming in self._coming.values():
-            self._engine.loop.remove(coming.request)
+        given_up = list(self._coming.values())
+        self._coming.clear()
+        for coming in given_up:  # all of them, before anything that may fail
             for waiter in coming.waiters:
                 waiter.set_exception(error)
-        self._coming.clear()
+        for coming in given_up:
+            self._engine.loop.remove(coming.request)
 
     def _shelve(self, coming: _Coming) -> None:
         request = coming.request

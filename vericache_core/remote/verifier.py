@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -141,6 +142,18 @@ class Verifier:
     # -- on the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Work until the end, which comes in order or by a fault of our own: in either case nobody is left waiting."""
+        try:
+            with ExitStack() as end:  # each of these happens, whatever the others raise; the last one first
+                end.callback(self.shelf.clear)
+                end.callback(self._commands.end)
+                end.callback(self._drop_all, RemoteError("the store is closing"))
+                end.callback(self._commands.closing.set)
+                self._work()
+        except Exception:
+            log.exception("the verifier of the store failed, and has ended")
+
+    def _work(self) -> None:
         loop = self.engine.loop
         while not self._commands.closing.is_set():
             if self._commands.run_next(0.0 if loop.requests else _TICK):
@@ -155,9 +168,6 @@ class Verifier:
                     log.exception("a step of the store failed")
                     self._drop_all(RemoteError("a step of the store failed", cause=type(error).__name__))
             self._reap()
-        self._drop_all(RemoteError("the store is closing"))
-        self._commands.end()
-        self.shelf.clear()
 
     def _gather(self) -> None:
         """Take in what else arrives now: drafts that come together are to share a step, and one alone would cost as much."""
@@ -167,10 +177,11 @@ class Verifier:
 
     def _drop_all(self, error: VeriCacheError) -> None:
         """End everything under way; nobody may be left waiting."""
-        for session in list(self.sessions.values()):
-            self._drop(session, error)
-        self._preparations.end(error)
-        self._audit.end()
+        with ExitStack() as end:  # what cannot be given back must not keep others from their answers
+            end.callback(self._audit.end)
+            end.callback(self._preparations.end, error)
+            for session in list(self.sessions.values()):
+                end.callback(self._drop, session, error)
 
     def _open(self, ask: Ask, prefix: Prefix) -> Session:
         try:
@@ -285,11 +296,11 @@ class Verifier:
         if self.sessions.pop(session.number, None) is None:
             return
         self._by_request.pop(session.request.number, None)
-        self.engine.loop.remove(session.request)
         if session.waiting is not None:
             session.waiting.set_exception(error or RemoteError("the session was closed"))
             session.waiting = None
         session.stream.put(error or RemoteError("the session was closed"))
+        self.engine.loop.remove(session.request)
         self._release(session.prefix)
 
     def _release(self, prefix: Prefix) -> None:
