@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
+from typing import cast
 
 import pytest
 
 from vericache_core.errors import ConfigError, UsageError
-from vericache_core.service.http import Service, State, split_address
+from vericache_core.service.drain import Drain
+from vericache_core.service.http import Service, State, check_free, split_address
 from vericache_core.service.metrics import Metrics
 
 
@@ -31,6 +34,37 @@ def test_readiness_and_health_follow_the_state(state: State, ready: int, healthy
         service.state = state
         assert ask(service, "/readyz")[:2] == (ready, state)
         assert ask(service, "/healthz?verbose")[0] == healthy
+
+
+def test_what_is_told_to_stop_while_it_loads_does_not_become_ready() -> None:
+    for before, after in {"loading": "ready", "ready": "ready", "draining": "draining", "failed": "failed"}.items():
+        service = Service("127.0.0.1", 0)
+        service.state = cast("State", before)
+        service.ready()
+        assert service.state == after
+        service.close()
+
+
+def test_the_drain_wins_against_whoever_says_ready() -> None:
+    """A drain that begins while ``ready`` decides waits, and comes behind it."""
+    with Service("127.0.0.1", 0) as service:
+        with service._lock:
+            drain = threading.Thread(target=Drain(service, None, 1.0).begin)
+            drain.start()
+            ready = threading.Thread(target=service.ready)
+            ready.start()
+            assert service.state == "loading"
+        drain.join(30)
+        ready.join(30)
+        assert service.state == "draining"
+
+
+@pytest.mark.parametrize("address", ["a..b:80", f"{'x' * 64}:80", "127.0.0.1:0x", "nowhere.invalid:80"])
+def test_an_address_that_nothing_can_listen_on_is_a_clear_error(address: str) -> None:
+    with pytest.raises(UsageError):
+        check_free(address)
+    with pytest.raises(UsageError):
+        Service(*split_address(address))
 
 
 def test_metrics_come_in_the_format_that_is_asked_for() -> None:

@@ -35,9 +35,9 @@ def metrics_service(address: str) -> Service:
 
 
 def show_engine(service: Service, engine: Engine) -> None:
-    """Feed the metrics of ``service`` from ``engine``, and say that all is ready."""
+    """Feed the metrics of ``service`` from ``engine``, and say that all is ready, unless it was told to stop meanwhile."""
     from vericache_core.service.watch import EngineWatch
 
     assert service.metrics is not None
     EngineWatch.attach(engine, service.metrics)
-    service.state = "ready"
+    service.ready()

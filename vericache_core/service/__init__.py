@@ -7,7 +7,7 @@ A service reads like this::
     with Service("0.0.0.0", 9431, metrics) as service, draining(service, stop=server.stop_accepting) as drain:
         ...                              # load: /readyz says 503 until the state is "ready"
         EngineWatch.attach(engine, metrics)
-        service.state = "ready"
+        service.ready()
         drain.wait()                     # SIGTERM, SIGINT or drain.begin()
         drain.finish(lambda: server.in_flight)
     return 0

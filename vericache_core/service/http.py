@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 State = Literal["loading", "ready", "draining", "failed"]
 PATIENCE: Final = 10.0
 """Seconds that a connection may stay silent."""
+_BAD_ADDRESS: Final = (OSError, UnicodeError, OverflowError)
+"""What Python raises for an address: for one that nobody knows or has, a name such as ``a..b``, a port out of range."""
 
 
 class Service:
@@ -31,7 +33,7 @@ class Service:
         metrics: to show.
 
     Attributes:
-        state: begins as ``loading``; the service sets ``ready``, `draining` sets ``draining``.
+        state: begins as ``loading``; :meth:`ready` ends that, `draining` sets ``draining``.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -39,11 +41,12 @@ class Service:
 
     def __init__(self, host: str, port: int, metrics: Metrics | None = None) -> None:
         self.metrics = metrics
-        self.state: State = "loading"
+        self._state: State = "loading"
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         try:
             self._server = _Server((host, port), self)
-        except (OSError, OverflowError) as error:
+        except _BAD_ADDRESS as error:
             raise _taken(f"{host}:{port}", error) from error
 
     @property
@@ -51,6 +54,21 @@ class Service:
         """Host and port that it listens on."""
         host, port = self._server.server_address[:2]
         return str(host), int(port)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        with self._lock:
+            self._state = state
+
+    def ready(self) -> None:
+        """Say that all is loaded; one that drains or failed meanwhile stays what it is."""
+        with self._lock:
+            if self._state == "loading":
+                self._state = "ready"
 
     def start(self) -> None:
         """Answer from now on."""
@@ -150,7 +168,7 @@ def check_free(address: str) -> None:
     failures: list[OSError] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except _BAD_ADDRESS as error:
         raise _taken(address, error) from error
     for family, _, _, _, where in found:
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
