@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -24,9 +25,11 @@ from vericache_core.cli.main import main
 from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.errors import RemoteError
+from vericache_core.remote.auth import Guard
 from vericache_core.remote.commands import Commands
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.prepare import Ask
+from vericache_core.remote.server import StoreServer
 from vericache_core.remote.verifier import Verifier
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -173,7 +176,12 @@ def test_a_store_whose_port_is_taken_meanwhile_closes_its_engine(
 ) -> None:
     closed: list[Engine] = []
     close = Engine.close
-    monkeypatch.setattr(Engine, "close", lambda engine: (closed.append(engine), close(engine)))
+
+    def closing(engine: Engine) -> None:
+        closed.append(engine)
+        close(engine)
+
+    monkeypatch.setattr(Engine, "close", closing)
     monkeypatch.setattr("vericache_core.service.http.check_free", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -240,7 +248,12 @@ def test_nobody_waits_for_a_verifier_that_has_died(monkeypatch: pytest.MonkeyPat
     for session in sessions:
         session.first.result(PATIENCE)
     asked = threading.Event()
-    verifier._commands.call(lambda: asked.wait(PATIENCE) and dies.set())
+
+    def die() -> None:
+        asked.wait(PATIENCE)
+        dies.set()
+
+    verifier._commands.call(die)
     other = Ask("a tenant", tuple(PREFIX[::-1]), len(PREFIX) - 1, "identity", {}, PARAMS)
     under_way: list[Future[Any]] = [
         *(verifier.verify(session, session.seq, len(session.request.generated), [1, 2]) for session in sessions),
@@ -256,3 +269,19 @@ def test_nobody_waits_for_a_verifier_that_has_died(monkeypatch: pytest.MonkeyPat
     ends(verifier.close)
     monkeypatch.undo()
     engine.close()
+
+
+@pytest.mark.fault("refused", "a store that makes its prefixes ready")
+def test_a_store_that_has_not_begun_refuses_connections(tmp_path: Path) -> None:
+    """Whoever got through would wait for an answer that cannot come yet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = StoreServer(store_engine(), f"127.0.0.1:{port}", Guard(None))
+    try:
+        with socket.socket() as early:
+            assert early.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+        server.start()
+        assert server.port == port
+        socket.create_connection(("127.0.0.1", port), PATIENCE).close()
+    finally:
+        server.stop()

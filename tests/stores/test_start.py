@@ -185,7 +185,7 @@ class Asked:
     """A backend that is no folder, and what it was asked for."""
 
     def __init__(self, *, away: bool = False) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.away = away
 
     def __getattr__(self, name: str) -> Any:

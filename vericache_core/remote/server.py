@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class StoreServer:
-    """Serves one engine on ``address``.
+    """Serves one engine on ``address``, from :meth:`start` on: nobody is let in to wait for prefixes that are made before.
 
     Args:
         engine: owned from now on; :meth:`stop` closes it.
@@ -47,15 +47,15 @@ class StoreServer:
         credentials: TLS, or ``None``.
         limits: what is taken on.
 
-    Raises:
-        UsageError: the address cannot be had.
+    Attributes:
+        port: that it listens on, once it is started.
     """
 
     def __init__(
         self, engine: Engine, address: str, guard: Guard, credentials: Any = None, limits: Limits | None = None
     ) -> None:
         self.limits = limits or Limits()
-        self._engine, self._guard = engine, guard
+        self._engine, self._guard, self._address, self._credentials = engine, guard, address, credentials
         self.facts: Facts = facts_of(engine)
         self.verifier = Verifier(engine, self.limits)
         options = [
@@ -83,17 +83,21 @@ class StoreServer:
             "echo": unary(self._answering(self._echo)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        try:
-            if credentials is None:
-                self.port = self._server.add_insecure_port(address)
-            else:
-                self.port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            self.verifier.close()
-            raise UsageError(f"cannot listen on {address}", cause=str(error).splitlines()[0]) from error
+        self.port = 0
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to listen and to answer.
+
+        Raises:
+            UsageError: the address cannot be had; the server is to be stopped all the same.
+        """
+        try:
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                self.port = self._server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            raise UsageError(f"cannot listen on {self._address}", cause=str(error).splitlines()[0]) from error
         self._server.start()
 
     def wait(self, seconds: float | None = None) -> bool:
