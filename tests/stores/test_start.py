@@ -18,7 +18,7 @@ from tests.models import model
 from vericache_core.cli.main import main
 from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
-from vericache_core.errors import ConfigError, StoreError
+from vericache_core.errors import ConfigError, StoreError, StoreFull, StoreTimeout
 from vericache_core.plugins.registry import Registry
 from vericache_core.stores import url as urls
 from vericache_core.stores.disk import DiskBlobs
@@ -78,7 +78,6 @@ def test_a_folder_that_cannot_be_used_is_an_error(place: str, tmp_path: Path, ca
     assert "nowhere" not in err
 
 
-@pytest.mark.fault("permission", "shared memory of somebody else, at start")
 def test_shared_memory_that_is_not_ours_has_a_hint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vericache_core.stores.memory.ROOT", tmp_path)
     theirs = tmp_path / f"vericache-{os.getuid()}-theirs"
@@ -94,7 +93,6 @@ def test_shared_memory_that_is_not_ours_has_a_hint_of_its_own(tmp_path: Path, mo
     assert "file:// store" in caught.value.hint
 
 
-@pytest.mark.fault("permission", "a folder that may only be read, at start")
 @pytest.mark.parametrize("required", ["yes", "no"])
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_may_only_be_read_is_read(
@@ -110,7 +108,30 @@ def test_a_folder_that_may_only_be_read_is_read(
         check_store(f"file://{tmp_path}/missing")
 
 
-@pytest.mark.fault("space", "a folder, at start")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(StoreTimeout, marks=pytest.mark.fault("hang", "a folder, at start")),
+        pytest.param(StoreFull, marks=pytest.mark.fault("space", "a folder, at start")),
+    ],
+)
+def test_a_folder_that_is_full_or_slow_is_not(
+    kind: type[StoreError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise kind("not now")
+
+    monkeypatch.setattr(DiskBlobs, "check", failing)
+    check_store(f"file://{tmp_path}")
+    assert "not now" in caplog.text
+    if kind is StoreFull:
+        check_store(f"file://{tmp_path}?required=yes")
+        assert caplog.text.count("loaded but not saved") == 2
+    else:
+        with pytest.raises(ConfigError, match="does not answer"):
+            check_store(f"file://{tmp_path}?required=yes")
+
+
 def test_a_full_disk_is_warned_of_and_costs_no_blob(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,8 +142,9 @@ def test_a_full_disk_is_warned_of_and_costs_no_blob(
     (record,) = caplog.records
     assert "prefixes are loaded but not saved" in record.message
     put(tmp_path, "a")
-    refusing(errno.ENOSPC, monkeypatch, ["write"])
     check_store(f"file://{tmp_path}?bytes=30")  # not even where the budget is used up
+    refusing(errno.ENOSPC, monkeypatch, ["write"])
+    check_store(f"file://{tmp_path}?bytes=30")
     assert [file.name for file in (tmp_path / "blobs").iterdir()] == ["a"]
     assert len(caplog.records) == 1  # a put would make room
 
@@ -146,7 +168,6 @@ def test_a_folder_that_fails_for_now_is_warned_of(
         check_store(f"file://{tmp_path}/new?required=yes")
 
 
-@pytest.mark.fault("hang", "a folder, at start")
 def test_a_folder_that_hangs_does_not_hang_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,7 +242,6 @@ def test_a_store_elsewhere_is_asked_and_nothing_is_put(backend: Asked, monkeypat
     assert backend.calls == [("contains", [PROBE]), ("close",)]
 
 
-@pytest.mark.fault("refused", "a store that is required, under an engine that is given its model")
 def test_a_required_store_is_looked_at_when_it_is_used(backend: Asked) -> None:
     """Also one that is too much to open twice, and however the engine came about."""
     check_store("asked://here?required=yes")
@@ -235,3 +255,9 @@ def test_a_required_store_is_looked_at_when_it_is_used(backend: Asked) -> None:
     backend.away = False
     with engine("asked://here?required=yes"):
         pass
+
+
+@pytest.mark.fault("settings", "a word of a prefix store's address")
+def test_required_is_yes_or_no(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="required=maybe"):
+        check_store(f"file://{tmp_path}?required=maybe")
