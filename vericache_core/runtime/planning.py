@@ -213,7 +213,7 @@ class Planner:
             draft += (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
         if not request.full.offloaded:
             return Bytes(full + draft, 0.0, 0.0)
-        return Bytes(draft, full, 0.0) if self.config.full_kv == "host" else Bytes(draft, 0.0, full)
+        return Bytes(draft, full, 0.0) if request.full.tier == "host" else Bytes(draft, 0.0, full)
 
     def _share(self, compressor: str, tokens: int, unknown: float = 1.0) -> float:
         """Bytes of the compressed prefix over those of the full one: what was seen, else what was asked for, or ``unknown``."""
