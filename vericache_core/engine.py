@@ -13,10 +13,7 @@ from vericache_core.building import CONFIGURED, Prompt, RequestBuilding
 from vericache_core.cache.link import Link
 from vericache_core.cache.ring import SwapRing
 from vericache_core.config import EngineConfig, replace
-from vericache_core.errors import (
-    ConfigError,
-    VeriCacheError,
-)
+from vericache_core.errors import ConfigError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit, other_shapes
 from vericache_core.model.graphs import capture_steps

@@ -36,12 +36,23 @@ from vericache_core.runtime.sampling_params import SamplingParams
 PARAMS = SamplingParams(max_new_tokens=12)
 
 
-def slow_store() -> tuple[Engine, Gate]:
-    """A store's engine whose swaps do not come, and what tells that one waits."""
-    engine, gate = store_engine(full_kv="host"), Gate()
-    link = engine.loop.ring.link
+def slow_store(folder: Path | None = None) -> tuple[Engine, Gate]:  # noqa: F811
+    """A store's engine, of the model in ``folder`` if given, whose swaps do not come, and what tells that one waits."""
+    if folder is None:
+        engine = store_engine(full_kv="host")
+    else:
+        config = EngineConfig(rows=16, probe=False, full_kv="host", pack_weights="auto")
+        engine = Engine.from_pretrained(str(folder), config)
+    gate, link = Gate(), engine.loop.ring.link
     link._sleep, link.bytes_per_s = gate.sleep, 1.0
     return engine, gate
+
+
+def draft_lines(folder: Path, tmp_path: Path, port: int) -> int:  # noqa: F811
+    """Exit status of ``vericache draft`` over standard input, whose store verifies and which gives nobody any grace."""
+    argv = ["draft", "-m", str(folder), *FAST, "-c", "identity", "--remote", f"127.0.0.1:{port}", "--grace", "0"]
+    argv += ["--token-file", token_file(tmp_path), "--remote-mode", "verify-stateless", "--remote-timeout", "3600"]
+    return main(argv)
 
 
 def steps_until(ours: Engine, event: threading.Event) -> None:
@@ -94,9 +105,7 @@ def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The signal comes while the store waits for a load that takes hours; the answer says what became of the line."""
-    config = EngineConfig(rows=16, probe=False, full_kv="host", pack_weights="auto")
-    engine, gate = Engine.from_pretrained(str(folder), config), Gate()
-    engine.loop.ring.link._sleep, engine.loop.ring.link.bytes_per_s = gate.sleep, 1.0
+    engine, gate = slow_store(folder)
 
     def tell() -> None:
         if gate.entered.wait(PATIENCE):
@@ -105,9 +114,7 @@ def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"id": "a", "prompt": "the quick brown fox " * 12})))
     with store(tmp_path, engine) as server:
         threading.Thread(target=tell, daemon=True).start()
-        argv = ["draft", "-m", str(folder), *FAST, "-c", "identity", "--remote", f"127.0.0.1:{server.port}", "--grace", "0"]
-        argv += ["--token-file", token_file(tmp_path), "--remote-mode", "verify-stateless", "--remote-timeout", "3600"]
-        assert main(argv) == 0
+        assert draft_lines(folder, tmp_path, server.port) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["id"], answer["finish_reason"], answer["error"]) == ("a", "cancelled", None)
 
@@ -118,9 +125,7 @@ def test_a_draining_drafter_answers_every_line_that_had_come(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = EngineConfig(rows=16, probe=False, full_kv="host", pack_weights="auto")
-    engine, gate, busy = Engine.from_pretrained(str(folder), config), Gate(), threading.Event()
-    engine.loop.ring.link._sleep, engine.loop.ring.link.bytes_per_s = gate.sleep, 1.0
+    (engine, gate), busy = slow_store(folder), threading.Event()
     next_line = draft._next
 
     def unless_busy(lines: Any, *, wait: bool) -> str | None:
@@ -138,9 +143,7 @@ def test_a_draining_drafter_answers_every_line_that_had_come(
     monkeypatch.setattr(draft, "_next", unless_busy)
     monkeypatch.setattr("sys.stdin", lines())
     with store(tmp_path, engine) as server:
-        argv = ["draft", "-m", str(folder), *FAST, "-c", "identity", "--remote", f"127.0.0.1:{server.port}", "--grace", "0"]
-        argv += ["--token-file", token_file(tmp_path), "--remote-mode", "verify-stateless", "--remote-timeout", "3600"]
-        assert main(argv) == 0
+        assert draft_lines(folder, tmp_path, server.port) == 0
     first, *others = map(json.loads, capsys.readouterr().out.splitlines())
     assert [answer["id"] for answer in (first, *others)] == ["a", "b", None, 2]
     assert [answer.get("finish_reason") for answer in (first, *others)] == ["cancelled", "cancelled", None, "cancelled"]

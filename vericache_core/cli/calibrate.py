@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _acceptance(engine: Any, context: int, new_tokens: int) -> Prior:
     """Hazard over the prompts of ``vericache bench compressors``."""
     from vericache_core.bench.prompts import build_prompts
-    from vericache_core.runtime.hazard import WORTH, HazardEstimate, Prior
+    from vericache_core.runtime.hazard import HazardEstimate, Prior
     from vericache_core.runtime.sampling_params import SamplingParams
 
     estimate = HazardEstimate(memory=1e9)
@@ -76,7 +76,8 @@ def _acceptance(engine: Any, context: int, new_tokens: int) -> Prior:
             raise output.error
         for drafted, accepted in zip(output.metrics.drafted_per_round, output.metrics.accepted_per_round, strict=True):
             estimate.observe(drafted, accepted)
-    return Prior(min(0.999, max(0.001, estimate.mean)), min(WORTH, estimate.agreed + estimate.differed))
+    learnt = estimate.learnt
+    return Prior(min(0.999, max(0.001, learnt.hazard)), learnt.weight)
 
 
 def _show(made: Calibration, file: str, *, json: bool) -> None:
