@@ -77,7 +77,7 @@ class RequestBuilding:
             request.proposer = NGramProposer()
         if self._assistant is not None:
             request.proposer = AssistantProposer(self._assistant, request.chooser.draft, len(ids))
-        request.direct = self.planner.direct(request, self.loop.company)
+        request.speculation = self.planner.speculation(request, self.loop.company)
         if drafter is not None and name is not None:
             request.pace = self.planner.pace(request, name, self.loop.company)
         request.metrics.mode = mode

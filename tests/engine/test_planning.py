@@ -32,8 +32,8 @@ def test_a_budget_counts_however_it_is_written(config: dict[str, Any]) -> None:
 def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     from vericache_core.runtime import planning
     from vericache_core.runtime.costs import CostModel, Link
-    from vericache_core.runtime.direct import DirectBelief
     from vericache_core.runtime.rounds import RoundPricer
+    from vericache_core.runtime.speculation import ProposalBelief
 
     # Reading KV is all that costs, so a quarter of it is four times as fast.
     costs = CostModel({8: 1e-6, 128: 1e-6}, read=1e-6, pair=1e-9, links={"host": Link(0.0, 1e-12)}, layers=2)
@@ -43,12 +43,12 @@ def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatc
         config = EngineConfig(compressor="random", options=options, mode="auto", window="auto", full_kv="host")
         with Engine(model, config=config) as engine:
             assert engine.planner.mode("random", 1024, 64, 4) != "plain"
-    # Where the full KV's own proposals have held so far, drafting is not worth its memory.
+    # Where speculation on full KV has held so far, drafting is not worth its memory.
     config = EngineConfig(compressor="random", keep=0.25, mode="auto", window="auto", full_kv="host", proposer="ngram")
     for agreed, plain in ((16, True), (0, False)):
         with Engine(model, config=config) as engine:
             for _ in range(100):
-                DirectBelief(engine.planner._guesses).observe(16, agreed)
+                ProposalBelief(engine.planner._proposals).observe(16, agreed)
             assert (engine.planner.mode("random", 1024, 64, 4) == "plain") == plain
     with Engine(model, config=EngineConfig(compressor="random", keep=1.0, mode="auto", window="auto")) as engine:
         assert engine.planner.mode("random", 1024, 64, 4) == "plain"

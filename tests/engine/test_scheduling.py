@@ -87,7 +87,7 @@ def test_proposals_to_the_full_kv_stop_where_they_do_not_pay(model: Any, monkeyp
 
     costs = CostModel({1: 1e-3, 128: 128e-3}, read=0.0, pair=1e-3)
     monkeypatch.setattr(planning.Planner, "pricer", property(lambda self: RoundPricer(costs)))
-    monkeypatch.setattr(NGramProposer, "guess", lambda self, tokens, drafts, most: [(tokens[-1] + 1) % 90] * most)
+    monkeypatch.setattr(NGramProposer, "look_up", lambda self, tokens, drafts, most: [(tokens[-1] + 1) % 90] * most)
     monkeypatch.setattr(NGramProposer, "replay", lambda self, tokens, start, most: [(most, 0)] * (len(tokens) - start))
     with engine(model, compressor=None, proposer="ngram", window="auto") as ours:
         first, second = (ours.generate(PROMPTS[:1], PARAMS)[0].metrics.proposed for _ in range(2))

@@ -6,7 +6,7 @@ import pytest
 
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.costs import CostModel, Link
-from vericache_core.runtime.rounds import MOST, RoundPricer, Situation, direct_seconds, round_seconds
+from vericache_core.runtime.rounds import MOST, RoundPricer, Situation, round_seconds, speculation_seconds
 
 COSTS = CostModel({8: 0.02, 32: 0.03}, read=1e-9, pair=1e-7, links={"host": Link(0, 1e-8)}, layers=10)
 ALONE = Situation(1, tokens=1000, full_bytes=4e6, draft_bytes=1e6)
@@ -46,23 +46,25 @@ def test_in_lock_step_a_swap_hides_behind_its_verify_only() -> None:
 
 def test_a_proposer_makes_draft_steps_fewer_and_wider() -> None:
     """Ten drafts by five steps of two rows; the second row of a step costs the arithmetic of what was kept."""
-    guessed = dataclasses.replace(ALONE, drafts_per_step=2.0, proposed=1.0)
+    proposing = dataclasses.replace(ALONE, drafts_per_step=2.0, proposed=1.0)
     expected = 5 * (0.02 + 0.001 + 250 * 2 * 1e-7) + 0.03 + 0.004 + 1000 * 11 * 1e-7
-    assert round_seconds(COSTS, guessed, 10) == pytest.approx(expected)
-    assert round_seconds(COSTS, guessed, 0) == round_seconds(COSTS, ALONE, 0)
-    lockstep = dataclasses.replace(guessed, requests=2, lockstep=True)
+    assert round_seconds(COSTS, proposing, 10) == pytest.approx(expected)
+    assert round_seconds(COSTS, proposing, 0) == round_seconds(COSTS, ALONE, 0)
+    lockstep = dataclasses.replace(proposing, requests=2, lockstep=True)
     drafting = 5 * (0.02 / 2 + 0.001 + 250 * 2 * 1e-7)
     assert round_seconds(COSTS, lockstep, 10) == pytest.approx(drafting + 0.004 + 1000 * 11 * 1e-7 + 0.03 / 2)
 
 
-def test_asking_directly_pays_rows_and_no_drafts() -> None:
-    assert direct_seconds(COSTS, ALONE, 0) == round_seconds(COSTS, ALONE, 0)
-    assert direct_seconds(COSTS, ALONE, 9) == pytest.approx(0.03 + 0.004 + 1000 * 10 * 1e-7)
+def test_speculation_pays_rows_and_no_drafts() -> None:
+    assert speculation_seconds(COSTS, ALONE, 0) == round_seconds(COSTS, ALONE, 0)
+    assert speculation_seconds(COSTS, ALONE, 9) == pytest.approx(0.03 + 0.004 + 1000 * 10 * 1e-7)
     swapped = dataclasses.replace(ALONE, swap_bytes=1e9)
-    assert direct_seconds(COSTS, swapped, 9) == pytest.approx(10.0)
+    assert speculation_seconds(COSTS, swapped, 9) == pytest.approx(10.0)
     lockstep = dataclasses.replace(ALONE, swap_bytes=3e6, lockstep=True)
-    assert direct_seconds(COSTS, lockstep, 9) == pytest.approx(COSTS.overlapped(0.03 + 0.004 + 1000 * 10 * 1e-7, 0.03))
-    assert RoundPricer(COSTS).direct_prices(ALONE, 3) == tuple(direct_seconds(COSTS, ALONE, count) for count in range(4))
+    assert speculation_seconds(COSTS, lockstep, 9) == pytest.approx(COSTS.overlapped(0.03 + 0.004 + 1000 * 10 * 1e-7, 0.03))
+    assert RoundPricer(COSTS).speculation_prices(ALONE, 3) == tuple(
+        speculation_seconds(COSTS, ALONE, count) for count in range(4)
+    )
 
 
 def test_prices_list_every_window_and_alike_situations_share_them() -> None:

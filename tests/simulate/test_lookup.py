@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vericache_core.cli import simulate_proposer
-from vericache_core.runtime import direct, planning
+from vericache_core.runtime import planning, speculation
 from vericache_core.runtime.costs import CostModel, Link
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.propose import Length, NGramProposer
@@ -56,18 +56,18 @@ def test_what_it_would_have_said_is_what_it_says(seed: int) -> None:
         at += expected[-1][1] + 1
     assert found.replay(range(PROMPT + 40), PROMPT + 3, 5) == expected
     for start in range(40):
-        said = found.guess(range(PROMPT + start), (), 5)
+        said = found.look_up(range(PROMPT + start), (), 5)
         assert (len(said), agreed(said, PROMPT + start)) == by_hand(there, right, start, 5)
-        assert found.guess(range(PROMPT), range(start), 5) == said  # drafts count as text
+        assert found.look_up(range(PROMPT), range(start), 5) == said  # drafts count as text
 
 
 def test_chances_are_met_and_stay() -> None:
     found = SimulatedLookup(Lookup((0.6,), (0.2,)), PROMPT, random.Random(1))
-    said = [found.guess(range(PROMPT + at), (), 1) for at in range(4000)]
+    said = [found.look_up(range(PROMPT + at), (), 1) for at in range(4000)]
     proposed = [(at, each[0]) for at, each in enumerate(said) if each]
     assert len(proposed) / 4000 == pytest.approx(0.6, abs=0.03)
     assert sum(token == PROMPT + at for at, token in proposed) / len(proposed) == pytest.approx(0.8, abs=0.03)
-    assert said == [found.guess(range(PROMPT + at), (), 1) for at in range(4000)]
+    assert said == [found.look_up(range(PROMPT + at), (), 1) for at in range(4000)]
 
 
 @pytest.mark.parametrize("chances", [{"found": ()}, {"wrong": (0.5, 1.5)}, {"found": (-0.1,)}, {"wrong": (float("nan"),)}])
@@ -85,9 +85,9 @@ def test_what_is_taken_from_the_engine_is_what_it_has(monkeypatch: pytest.Monkey
     def noted(prior: Prior, **_: float) -> None:
         priors.append(prior)
 
-    monkeypatch.setattr(direct, "HazardEstimate", noted)
-    monkeypatch.setattr(direct, "Regimes", noted)
-    direct.GuessBook()
+    monkeypatch.setattr(speculation, "HazardEstimate", noted)
+    monkeypatch.setattr(speculation, "Regimes", noted)
+    speculation.ProposalExperience()
     none, wrong = priors
     assert (float(simulate_proposer.SHARE), float(simulate_proposer.HAZARD)) == (1 - none.hazard, wrong.hazard)
 
@@ -161,7 +161,7 @@ def test_requests_share_the_rows_of_a_step() -> None:
     assert run(costs, **facts).seconds == 3
 
 
-def test_a_drafter_rests_where_asking_directly_is_cheaper() -> None:
+def test_a_drafter_rests_where_speculation_is_cheaper() -> None:
     """Full rows read three times as much as drafts, of which all are right, too; proposals need no draft step."""
     costs = CostModel({1: 0.1, 128: 0.1}, 1e-4, 0.0, LINKS)
     facts: dict[str, Any] = {"mode": "pinned", "window": None, "compression": Compression(0.3, 0.0), "seed": 3}
@@ -179,6 +179,6 @@ def test_modes_are_chosen_with_what_proposals_are_hoped_to_gain() -> None:
     arrivals = [Arrival(0.0, 1000, 100)]
     drafted = run(costs, arrivals=arrivals, **facts)
     assert drafted.windows
-    direct = run(costs, arrivals=arrivals, lookups=[Lookup((0.9,), (0.1,))], **facts)
-    assert direct.proposed
-    assert direct.peak_kv_bytes <= 1100 < drafted.peak_kv_bytes  # plain: no draft KV beside the full one
+    speculated = run(costs, arrivals=arrivals, lookups=[Lookup((0.9,), (0.1,))], **facts)
+    assert speculated.proposed
+    assert speculated.peak_kv_bytes <= 1100 < drafted.peak_kv_bytes  # plain: no draft KV beside the full one

@@ -1,4 +1,4 @@
-"""``vericache calibrate``: measure what steps and swaps cost here and how well compressors guess, before serving."""
+"""``vericache calibrate``: measure what steps and swaps cost here and how well compressors draft, before serving."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class EngineConfig:
     )
     proposer: Literal["none", "ngram", "assistant"] = option(
         "none",
-        help="guesses many tokens for the drafter, or for the full KV where nothing drafts: "
+        help="proposes many tokens to the drafter, or to the full KV where nothing drafts: "
         "ngram looks in the text so far, assistant asks a small model",
     )
     assistant: str | None = option(None, help="model for proposer=assistant, of the same tokenizer; named as the model is")

@@ -2,7 +2,7 @@
 
 Committed tokens are the verifier's alone. Drafts run ahead of it: a block is sent, and while its verdict is out the
 drafter goes on as if everything were accepted and its own next token were the verifier's. A verdict that says otherwise
-takes back what was built on the wrong guess.
+takes back what was built on the wrong draft.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RemoteSession:
         request, draft = self.request, self.request.draft
         if draft is None or self.finished or self.closing:
             return None
-        # Behind the block that is out lie the guess of the verifier's own token and one more block.
+        # Behind the block that is out lie the draft of the verifier's own token and one more block.
         limit = self.window if self.flying is None else self.flying + 1 + self.window
         if len(self.ahead) >= min(limit, request.most_drafts):
             return None
@@ -93,7 +93,7 @@ class RemoteSession:
         return same and message.fields.get("base") == len(self.request.generated) and self.flying is not None
 
     def take_verdict(self, message: Message, *, generates: bool = False) -> None:
-        """Commit what the verifier decided and take back what was drafted on a wrong guess.
+        """Commit what the verifier decided and take back what was drafted behind a wrong draft.
 
         Raises:
             RemoteError: the verdict contradicts what was sent, the digest, or the end of the request.

@@ -1,4 +1,4 @@
-"""A small model that proposes: it reads the same tokens as the target, in a KV of its own, and guesses the next ones.
+"""A small model that proposes: it reads the same tokens as the target, in a KV of its own, and proposes the next ones.
 
 Nothing it does is authoritative, so its steps may have any shape, and what it raises ends its proposals only.
 """

@@ -12,7 +12,6 @@ from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.calibration import load_calibration, prior_key
 from vericache_core.runtime.costs import CostModel, Link
-from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, GuessBook
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.lockstep import LockstepScheduler
@@ -23,6 +22,7 @@ from vericache_core.runtime.request import Request
 from vericache_core.runtime.rounds import WINDOWS, RoundPricer, Situation
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
+from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalBelief, ProposalExperience, SpeculationPace
 from vericache_core.runtime.window import Experience, WindowController
 
 LINK_TOLERANCE = 0.1
@@ -59,7 +59,7 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             found.check_link(config.calibration, config.link_bytes_per_s)
             self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
-        self._priors, self._guesses = priors, GuessBook()
+        self._priors, self._proposals = priors, ProposalExperience()
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
@@ -139,18 +139,18 @@ class Planner:
             return 1.0
         budget = float(self.config.device_budget or UNBOUNDED)
         situation = Situation(max(1, min(requests, int(budget // full))), tokens, full, full)
-        prices = self.pricer.direct_prices(situation, MOST_PROPOSALS)
-        return prices[0] / DirectBelief(self._guesses).best(prices)[1]
+        prices = self.pricer.speculation_prices(situation, MOST_PROPOSALS)
+        return prices[0] / ProposalBelief(self._proposals).best(prices)[1]
 
-    def direct(self, request: Request, company: Callable[[], tuple[int, int]]) -> DirectPace | None:
+    def speculation(self, request: Request, company: Callable[[], tuple[int, int]]) -> SpeculationPace | None:
         """What says how many proposals the full KV of ``request`` is asked about; None where nothing is chosen by cost."""
         if self.config.window != "auto" or not isinstance(request.proposer, NGramProposer):
             return None
 
         def prices() -> tuple[float, ...]:
-            return self.pricer.direct_prices(self._situation(request, company), MOST_PROPOSALS)
+            return self.pricer.speculation_prices(self._situation(request, company), MOST_PROPOSALS)
 
-        return DirectPace(request.proposer, self._guesses, prices, request.prompt_tokens)
+        return SpeculationPace(request.proposer, self._proposals, prices, request.prompt_tokens)
 
     def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
         """A window controller for ``request`` if windows are chosen; ``company`` counts requests, and those that swap."""
@@ -164,7 +164,7 @@ class Planner:
             if proposer is not None:
                 # Requests propose one after the other, so each pays its own time and nobody else's.
                 found = tuple(price + proposer.seconds(window) for window, price in enumerate(found))
-            return found if request.direct is None else request.direct.weigh(found)
+            return found if request.speculation is None else request.speculation.weigh(found)
 
         return Pace(controller, prices)
 

@@ -1,8 +1,8 @@
-"""Proposers under the drafter: cheap guesses, checked many rows at a time by the next stage.
+"""Proposers under the drafter: cheap proposals, checked many rows at a time by the next stage.
 
 A drafter with a proposer runs the newest token and the proposed ones in one step over the compressed KV and keeps
-those that it would have drafted itself; without a drafter the full KV checks the proposals. Either way the verify is the
-same, so a proposer changes speed only.
+those that it would have drafted itself; without a drafter the full KV checks the proposals (speculation on full KV). Either
+way the verify is the same, so a proposer changes speed only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class Proposer(ABC):
-    """Guesses how one sequence goes on. Whatever it raises costs the proposals, never the request."""
+    """Proposes how one sequence goes on. Whatever it raises costs the proposals, never the request."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
@@ -76,15 +76,15 @@ class NGramProposer(Proposer):
 
     def propose(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """See the base."""
-        return self.guess(tokens, drafts, min(most, self._length.value))
+        return self.look_up(tokens, drafts, min(most, self._length.value))
 
-    def guess(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
+    def look_up(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow, however few held lately."""
         self._index(tokens, len(tokens))
-        return self._look_up(tokens, len(tokens), [*tokens[-self._sizes[0] :], *drafts], most)
+        return self._followers(tokens, len(tokens), [*tokens[-self._sizes[0] :], *drafts], most)
 
     def replay(self, tokens: Sequence[int], start: int, most: int) -> list[tuple[int, int]]:
-        """``(proposed, agreed)`` of the rounds that asking directly would have taken from ``tokens[start]`` to the end.
+        """``(proposed, agreed)`` of the rounds that speculation would have taken from ``tokens[start]`` to the end.
 
         Nothing behind ``start`` may have been proposed for yet: what follows is looked up as it was known then.
         """
@@ -92,7 +92,7 @@ class NGramProposer(Proposer):
         while start < len(tokens):
             self._index(tokens, start)
             end = tokens[max(0, start - self._sizes[0]) : start]
-            found = self._look_up(tokens, start, end, min(most, len(tokens) - start))
+            found = self._followers(tokens, start, end, min(most, len(tokens) - start))
             agreed = 0
             while agreed < len(found) and found[agreed] == tokens[start + agreed]:
                 agreed += 1
@@ -100,7 +100,7 @@ class NGramProposer(Proposer):
             start += agreed + 1
         return rounds
 
-    def _look_up(self, tokens: Sequence[int], known: int, end: Sequence[int], most: int) -> list[int]:
+    def _followers(self, tokens: Sequence[int], known: int, end: Sequence[int], most: int) -> list[int]:
         """What followed the last occurrence of ``end`` in the first ``known`` tokens; where they end, it repeats itself."""
         for size in self._sizes if most > 0 else ():
             at = self._seen.get(tuple(end[-size:])) if len(end) >= size else None

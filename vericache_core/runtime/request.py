@@ -20,13 +20,13 @@ from vericache_core.cache.full import FullKV
 from vericache_core.compressor import Compressor
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.choose import Choice, TokenChooser
-from vericache_core.runtime.direct import DirectPace
 from vericache_core.runtime.metrics import NEAR_TIE, RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import Proposer
 from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.runtime.speculation import SpeculationPace
 
 Phase = Literal["prefill", "decode", "draft", "verify"]
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class Request:
 
     Attributes:
         pace: chooses the window of every round, when given.
-        proposer: guesses tokens for the drafter, or for the full KV while nothing is drafted.
-        direct: says how many of its guesses the full KV is asked about, when given.
+        proposer: proposes tokens to the drafter, or to the full KV while nothing is drafted.
+        speculation: says how many of its proposals the full KV is asked about, when given.
         draft_steps, draft_rows, step_drafts: steps that drafted, their rows, and the tokens that they brought.
         pinned: whether the full KV stays on the device.
         links: keys of the chunks of its tokens, as far as a prefix store asked for them.
@@ -91,7 +91,7 @@ class Request:
         self.draft_steps = self.draft_rows = self.step_drafts = 0
         self.pace: Pace | None = None
         self.proposer: Proposer | None = None
-        self.direct: DirectPace | None = None
+        self.speculation: SpeculationPace | None = None
         self._proposed: list[int] = []
         self._round_open = False
         self.error: VeriCacheError | None = None
@@ -160,7 +160,7 @@ class Request:
             if self.draft is not None:
                 self.draft.retract()
             if not self.drafts:
-                self.drafts = self._proposed = self._propose_directly(self.most_drafts)
+                self.drafts = self._proposed = self._speculate(self.most_drafts)
         if not self.drafts:
             return Want("decode", tuple(pending), at)
         return Want("verify", (*pending, *self.drafts), at)
@@ -169,11 +169,11 @@ class Request:
         found = None if most <= 0 else self._guarded(lambda proposer: proposer.propose(self.tokens, self.drafts, most))
         return found or []
 
-    def _propose_directly(self, most: int) -> list[int]:
-        direct = self.direct
-        if direct is None:
+    def _speculate(self, most: int) -> list[int]:
+        speculation = self.speculation
+        if speculation is None:
             return self._propose(most)
-        return self._guarded(lambda _: direct.propose(self.tokens, most)) or []
+        return self._guarded(lambda _: speculation.propose(self.tokens, most)) or []
 
     def _guarded(self, ask: Callable[[Proposer], T]) -> T | None:
         """What the proposer answers; None without one, and from when on it has failed."""
@@ -184,7 +184,7 @@ class Request:
         except Exception as error:  # noqa: BLE001 (whatever a proposer raises costs speed, never tokens)
             cause = describe(error)
         self.proposer.close()
-        self.proposer = self.direct = None
+        self.proposer = self.speculation = None
         log.warning("request %d: the proposer failed (%s); going on without", self.number, cause)
         self.metrics.degraded.append(f"proposer failed: {cause}")
         return None
@@ -260,14 +260,14 @@ class Request:
             self.metrics.accepted += self.round_accepted
             self.metrics.drafted_per_round.append(self.round_drafted)
             self.metrics.accepted_per_round.append(self.round_accepted)
-        if self._proposed:  # the full KV was asked directly
+        if self._proposed:  # speculation on full KV
             self._told(self.round_drafted, self.round_accepted)
             drafted = accepted = 0
         else:
             drafted, accepted = self.round_drafted, self.round_accepted
-        direct = self.direct
-        if direct is not None:
-            self._guarded(lambda _: direct.round_ended(self.tokens))
+        speculation = self.speculation
+        if speculation is not None:
+            self._guarded(lambda _: speculation.round_ended(self.tokens))
         if self.pace is not None and self.draft is not None:
             self.pace.round_ended(drafted, accepted, self.round_accepted + 1)
         self.round_drafted = self.round_accepted = 0

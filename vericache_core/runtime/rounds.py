@@ -63,13 +63,13 @@ class RoundPricer:
         """
         return self._remembered(round_seconds, situation, MOST)
 
-    def direct_prices(self, situation: Situation, most: int) -> tuple[float, ...]:
+    def speculation_prices(self, situation: Situation, most: int) -> tuple[float, ...]:
         """Seconds of a round of 0 .. ``most`` proposals that the full KV is asked about without drafts.
 
         Raises:
             ConfigError: the tier has no known cost.
         """
-        return self._remembered(direct_seconds, situation, most)
+        return self._remembered(speculation_seconds, situation, most)
 
     def _remembered(
         self, price: Callable[[CostModel, Situation, int], float], situation: Situation, most: int
@@ -114,8 +114,8 @@ def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
     return max(drafting + load + seconds / requests, link)
 
 
-def direct_seconds(costs: CostModel, situation: Situation, proposals: int) -> float:
-    """Seconds of one round of :meth:`RoundPricer.direct_prices`; without proposals it is one plain token."""
+def speculation_seconds(costs: CostModel, situation: Situation, proposals: int) -> float:
+    """Seconds of one round of :meth:`RoundPricer.speculation_prices`; without proposals it is one plain token."""
     requests = situation.requests
     load, link = _authoritative(costs, situation, proposals)
     compute = load + costs.rows_seconds(requests * (1 + proposals)) / requests

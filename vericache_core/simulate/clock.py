@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.runtime.costs import CostModel, StepLoad
-from vericache_core.runtime.direct import MOST_PROPOSALS, DirectPace, GuessBook
 from vericache_core.runtime.rounds import RoundPricer, Situation
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
+from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalExperience, SpeculationPace
 from vericache_core.runtime.timeline import Span
 from vericache_core.simulate.request import SimulatedRequest
 from vericache_core.simulate.result import Result
@@ -52,7 +52,7 @@ class Simulation:
             verifies in the background.
         between: seconds of the host between two steps, for each request that had rows.
         rows: most rows of a step.
-        guesses: experience of all requests with their proposals; None where their number is not chosen by cost.
+        proposals: experience of all requests with their proposals; None where their number is not chosen by cost.
         listener: hears what happens when, as an observer of the engine's loop does; seconds are virtual.
     """
 
@@ -68,12 +68,12 @@ class Simulation:
         copies: float = 0.0,
         between: float = 0.0,
         rows: int = 512,
-        guesses: GuessBook | None = None,
+        proposals: ProposalExperience | None = None,
         listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep = costs, scheduler, lockstep
         self.background, self.alongside, self._listener = background, alongside, listener
-        self.copies, self.between, self._rows, self._guesses = copies, between, rows, guesses
+        self.copies, self.between, self._rows, self._proposals = copies, between, rows, proposals
         self.result = Result()
         self.now = 0.0
         self._coming = list(requests)
@@ -115,9 +115,9 @@ class Simulation:
                 self.result.refused += 1
                 continue
             self._requests[request.number] = request
-            if request.lookup is not None and self._guesses is not None:
-                prices = functools.partial(self._direct_prices, request)
-                request.direct = DirectPace(request.lookup, self._guesses, prices, request.prompt)
+            if request.lookup is not None and self._proposals is not None:
+                prices = functools.partial(self._speculation_prices, request)
+                request.speculation = SpeculationPace(request.lookup, self._proposals, prices, request.prompt)
             request.arrived()
             if request.controller is not None:
                 self._choose(request)
@@ -300,7 +300,7 @@ class Simulation:
         if verdict is None:
             return
         drafted, accepted, plain = verdict.asked, verdict.accepted, 1
-        if verdict.direct:
+        if verdict.speculated:
             self.result.proposed += drafted
             self.result.proposals_kept += accepted
             drafted, accepted, plain = 0, 0, accepted + 1  # nothing was drafted
@@ -318,10 +318,10 @@ class Simulation:
 
     def _prices(self, request: SimulatedRequest) -> tuple[float, ...]:
         found = self._pricer.prices(self._situation(request))
-        return found if request.direct is None else request.direct.weigh(found)
+        return found if request.speculation is None else request.speculation.weigh(found)
 
-    def _direct_prices(self, request: SimulatedRequest) -> tuple[float, ...]:
-        return self._pricer.direct_prices(self._situation(request), MOST_PROPOSALS)
+    def _speculation_prices(self, request: SimulatedRequest) -> tuple[float, ...]:
+        return self._pricer.speculation_prices(self._situation(request), MOST_PROPOSALS)
 
     def _situation(self, request: SimulatedRequest) -> Situation:
         running = self.scheduler.running

@@ -9,13 +9,13 @@ from typing import Literal
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.admission import AdmissionPolicy
 from vericache_core.runtime.costs import CostModel, StepLoad
-from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, GuessBook
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mix, Mode, best_mix
-from vericache_core.runtime.rounds import MOST, WINDOWS, Situation, direct_seconds
+from vericache_core.runtime.rounds import MOST, WINDOWS, Situation, speculation_seconds
 from vericache_core.runtime.schedulable import Bytes, Scheduler
 from vericache_core.runtime.scheduler import StaggeredScheduler
+from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalBelief, ProposalExperience
 from vericache_core.runtime.timeline import Span
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience
@@ -133,12 +133,12 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         copies=setup.copies,
         between=setup.between,
         rows=setup.rows,
-        guesses=GuessBook() if _direct(setup) else None,
+        proposals=ProposalExperience() if _speculates(setup) else None,
         listener=listener,
     ).run()
 
 
-def _direct(setup: Setup) -> bool:
+def _speculates(setup: Setup) -> bool:
     """Whether it is chosen by cost how many proposals the full KV is asked about."""
     return bool(setup.lookups) and setup.window is None
 
@@ -175,7 +175,7 @@ def _modes(setup: Setup) -> tuple[list[Mode], int]:
         hazard = setup.compression.hazard if setup.prior is None else setup.prior.hazard
         needs = demand(like, setup.compression, setup.token_bytes, setup.costs, setup.tier, hazard)
         if needs not in mixes:
-            believed = replace(needs, plain_gain=_plain_gain(setup, needs)) if _direct(setup) else needs
+            believed = replace(needs, plain_gain=_plain_gain(setup, needs)) if _speculates(setup) else needs
             mixes[needs] = best_mix(
                 setup.costs,
                 believed,
@@ -201,8 +201,8 @@ def _plain_gain(setup: Setup, needs: Demand) -> float:
     """How much faster than token by token a plain request is believed to be before any proposal was seen, as in the engine."""
     requests = int(max(1, min(len(setup.arrivals), setup.budget.device // needs.full_bytes)))
     situation = Situation(requests, needs.tokens, needs.full_bytes, needs.full_bytes)
-    prices = [direct_seconds(setup.costs, situation, proposals) for proposals in range(MOST_PROPOSALS + 1)]
-    return prices[0] / DirectBelief(GuessBook()).best(prices)[1]
+    prices = [speculation_seconds(setup.costs, situation, proposals) for proposals in range(MOST_PROPOSALS + 1)]
+    return prices[0] / ProposalBelief(ProposalExperience()).best(prices)[1]
 
 
 def _round_up(tokens: int) -> int:

@@ -1,8 +1,9 @@
 """A stand-in for prompt lookup: no text, but for each token of an answer whether there was a proposal and whether it was right.
 
-The engine's own decisions run on top of it: :class:`vericache_core.runtime.direct.DirectPace` says how many proposals the full
-KV is asked about, and :class:`vericache_core.runtime.propose.Length` where nothing is chosen by cost. A text of numbers makes
-that possible: the right token at a position is the position itself, so a text of ``n`` tokens is ``range(n)``.
+The engine's own decisions run on top of it: :class:`vericache_core.runtime.speculation.SpeculationPace` says how many
+proposals the full KV is asked about, and :class:`vericache_core.runtime.propose.Length` where nothing is chosen by cost. A
+text of numbers makes that possible: the right token at a position is the position itself, so a text of ``n`` tokens is
+``range(n)``.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class SimulatedLookup:
 
     def propose(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """As many as were accepted lately, ``most`` at most; see :class:`vericache_core.runtime.propose.Proposer`."""
-        return self.guess(tokens, drafts, min(most, self._length.value))
+        return self.look_up(tokens, drafts, min(most, self._length.value))
 
     def told(self, proposed: int, accepted: int) -> None:
         """See :class:`vericache_core.runtime.propose.Proposer`."""
         self._length.told(proposed, accepted)
 
-    def guess(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
+    def look_up(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow; a proposal never ends by itself."""
         start = len(tokens) + len(drafts)
         if most < 1 or not self._at(start)[0]:
@@ -71,10 +72,10 @@ class SimulatedLookup:
         return [at if self._at(at)[1] else _WRONG for at in range(start, start + most)]
 
     def replay(self, tokens: Sequence[int], start: int, most: int) -> list[tuple[int, int]]:
-        """See :class:`vericache_core.runtime.direct.Replayable`."""
+        """See :class:`vericache_core.runtime.speculation.Replayable`."""
         rounds: list[tuple[int, int]] = []
         while start < len(tokens):
-            found = self.guess(range(start), (), min(most, len(tokens) - start))
+            found = self.look_up(range(start), (), min(most, len(tokens) - start))
             rounds.append((len(found), agreed(found, start)))
             start += rounds[-1][1] + 1
         return rounds

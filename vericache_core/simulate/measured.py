@@ -49,7 +49,7 @@ class MeasuredRow:
         link: bytes a second of its swaps.
         answers: by request and token the chance that a draft is wrong; empty without drafts. 1.0 and 0.0 where one was
             checked in this row or else in another of the workload with the same compressor.
-        lookups: by request, what prompt lookup was to it where the full KV was asked directly; empty without.
+        lookups: by request, what prompt lookup was to it where it speculated on full KV; empty without.
         processor: ``cpu`` or ``cuda``, where it ran.
         drafter: a system whose compressor it has, where its own name does not say.
         drafted: in each round, where that was the same for all but those that the end of the answer cut short; else None.

@@ -88,13 +88,13 @@ def lookups(found: Sequence[Round], requests: int, new_tokens: int) -> tuple[Loo
     began the mean chance that there is anything to propose: within accepted proposals there was. A round that asked about
     nothing counts as one with nothing to propose, which holds for runs that always ask: a trace does not say why.
     """
-    direct = [each for each in found if not each.compressed]
-    wrong = _wrong(direct, requests, new_tokens)
+    speculated = [each for each in found if not each.compressed]
+    wrong = _wrong(speculated, requests, new_tokens)
     if not wrong:
         return ()
-    share = sum(each.drafted > 0 for each in direct) / len(direct)
+    share = sum(each.drafted > 0 for each in speculated) / len(speculated)
     there = [[share] * new_tokens for _ in range(requests)]
-    for each in direct:
+    for each in speculated:
         for at in range(each.at, min(each.at + each.accepted, new_tokens)):
             there[each.request][at] = 1.0
         if each.at < new_tokens:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
-from vericache_core.runtime.direct import DirectPace
 from vericache_core.runtime.modes import Mode
 from vericache_core.runtime.rounds import MOST, Situation
 from vericache_core.runtime.schedulable import Bytes, Part
+from vericache_core.runtime.speculation import SpeculationPace
 from vericache_core.runtime.trace import Arrival
 from vericache_core.runtime.window import Experience, WindowController
 from vericache_core.simulate.compression import Compression, on_device
@@ -26,12 +26,12 @@ class Verdict:
 
     Attributes:
         asked: tokens that the full KV was asked about, of which it ``accepted`` the first ones.
-        direct: whether they were proposals that nothing was drafted for.
+        speculated: whether they were proposals that nothing was drafted for.
     """
 
     asked: int
     accepted: int
-    direct: bool
+    speculated: bool
 
 
 class SimulatedRequest:
@@ -43,7 +43,7 @@ class SimulatedRequest:
         token_bytes: of full KV per token.
         controller: chooses its windows from its arrival on, with the experience of others; None where they are given.
         lookup: proposes tokens, if it has a proposer.
-        direct: says how many of them the full KV is asked about; None where that follows what was accepted lately.
+        speculation: says how many of them the full KV is asked about; None where that follows what was accepted lately.
         proposed: proposals in the step under way, or that a verify still has to go through.
         verifying: a verify was cut at the end of a step and goes on in the next one.
     """
@@ -84,7 +84,7 @@ class SimulatedRequest:
         self._numbers = random.Random(f"{seed} {number}")  # noqa: S311  (a simulation, no secret)
         apart = random.Random(f"{seed} {number} lookup")  # noqa: S311  (so that drafts are the same with and without)
         self.lookup = None if lookup is None else SimulatedLookup(lookup, self.prompt, apart)
-        self.direct: DirectPace | None = None
+        self.speculation: SpeculationPace | None = None
         self.proposed: list[int] = []
         self.verifying, self._held = False, 0  # and tokens that steps of this verify have accepted already
         self._draft_steps = self._draft_rows = self._step_drafts = 0
@@ -221,16 +221,16 @@ class SimulatedRequest:
                 self.proposed = self._propose(min(self.chosen, self.most) - self.drafts - 1)
                 return Part(part.number, "draft", 1 + len(self.proposed))
             if not self.drafts:
-                self.proposed = self._propose(self.most, directly=True)
+                self.proposed = self._propose(self.most, speculate=True)
         asked = self.drafts or len(self.proposed)
         verifies = asked or part.phase == "verify" or self.mode == "offloaded"
         return Part(part.number, "verify" if verifies else "decode", 1 + asked)
 
-    def _propose(self, most: int, *, directly: bool = False) -> list[int]:
+    def _propose(self, most: int, *, speculate: bool = False) -> list[int]:
         if self.lookup is None or most < 1:
             return []
-        if directly and self.direct is not None:
-            return self.direct.propose(self.text, most)
+        if speculate and self.speculation is not None:
+            return self.speculation.propose(self.text, most)
         return self.lookup.propose(self.text, range(self.drafts), most)
 
     def draft(self, rows: int) -> None:
@@ -252,9 +252,9 @@ class SimulatedRequest:
 
         Returns what the round came to; None if all were and more of it is left for the next step.
         """
-        left, direct = self.drafts or len(self.proposed), bool(self.proposed)
+        left, speculated = self.drafts or len(self.proposed), bool(self.proposed)
         most, accepted = min(left, rows), 0
-        if direct:
+        if speculated:
             accepted = agreed(self.proposed[:most], len(self.text))
         else:
             while accepted < most and self._numbers.random() >= self.hazard(self.committed + accepted):
@@ -266,12 +266,12 @@ class SimulatedRequest:
             self._held += accepted
             self.drafts, self.proposed = max(0, self.drafts - rows), self.proposed[rows:]
             return None
-        verdict = Verdict(self._held + left, self._held + accepted, direct)
-        if direct:
+        verdict = Verdict(self._held + left, self._held + accepted, speculated)
+        if speculated:
             self._told(verdict.asked, verdict.accepted)
         self.drafts, self.proposed, self._held = 0, [], 0
-        if self.direct is not None:
-            self.direct.round_ended(self.text)
+        if self.speculation is not None:
+            self.speculation.round_ended(self.text)
         return verdict
 
     def _told(self, proposed: int, held: int) -> None:

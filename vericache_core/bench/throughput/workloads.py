@@ -1,4 +1,4 @@
-"""What is decoded: prompts whose continuations are easy or hard to guess, their lengths, and where the full KV lives.
+"""What is decoded: prompts whose continuations are easy or hard to predict, their lengths, and where the full KV lives.
 
 Texts come from the Python standard library (sources and the language reference), so nothing is downloaded. They differ
 between Python versions: compare rows of one machine.
@@ -19,7 +19,7 @@ Kind = Literal["easy", "hard"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and whether their continuation is easy to guess."""
+    """Token ids, and whether their continuation is easy to predict."""
 
     token_ids: tuple[int, ...]
     kind: Kind

@@ -1,7 +1,7 @@
-"""Proposals that the full KV is asked about directly: how many are worth their rows, and what a token costs that way.
+"""Speculation on full KV: how many proposals are worth their rows, and what a token costs that way.
 
-A round without drafts may carry proposals, one row each and no draft step before. Whether that beats drafting is
-known even while a request drafts: once tokens are committed, the proposer is asked what it would have said before
+A round without drafts may carry proposals, one row of the verify each and no draft step before. Whether that beats drafting
+is known even while a request drafts: once tokens are committed, the proposer is asked what it would have proposed before
 each of them, which costs a look into its table and no model step.
 """
 
@@ -19,7 +19,7 @@ _MEMORY: Final = 100.0
 """Rounds after which having had no proposal counts 1/e."""
 
 
-class GuessBook:
+class ProposalExperience:
     """Experience of all requests with their proposals; before any, that half of the rounds have one and a third is wrong.
 
     Proposals hold while a text is copied and fail where it is not, so whether they do is a hazard that jumps.
@@ -33,30 +33,30 @@ class GuessBook:
 class Replayable(Protocol):
     """A proposer that can be asked afterwards, for nothing."""
 
-    def guess(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
+    def look_up(self, tokens: Sequence[int], drafts: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that may follow, as many as it knows."""
 
     def replay(self, tokens: Sequence[int], start: int, most: int) -> list[tuple[int, int]]:
-        """``(proposed, agreed)`` of the rounds that asking directly would have taken from ``tokens[start]`` to the end."""
+        """``(proposed, agreed)`` of the rounds that speculation would have taken from ``tokens[start]`` to the end."""
 
 
-class DirectBelief:
+class ProposalBelief:
     """How often there are proposals, and how far they hold.
 
     Args:
-        book: experience that it begins with and adds to.
+        experience: of all requests, that it begins with and adds to.
     """
 
-    def __init__(self, book: GuessBook) -> None:
-        self._book = book
-        self._none = HazardEstimate(book.none.learnt, _MEMORY)
-        self._wrong = RegimeBelief(book.wrong)
+    def __init__(self, experience: ProposalExperience) -> None:
+        self._experience = experience
+        self._none = HazardEstimate(experience.none.learnt, _MEMORY)
+        self._wrong = RegimeBelief(experience.wrong)
 
     def observe(self, proposed: int, agreed: int) -> None:
         """Take in a round: ``proposed`` tokens, 0 if there was nothing to propose, of which ``agreed`` held."""
         found = int(proposed > 0)
         self._none.observe(1, found)
-        self._book.none.observe(1, found)
+        self._experience.none.observe(1, found)
         self._wrong.observe(proposed, agreed)
 
     def best(self, prices: Sequence[float]) -> tuple[int, float]:
@@ -75,26 +75,28 @@ class DirectBelief:
         return least, costs[least]
 
 
-class DirectPace:
-    """One request's proposals to the full KV.
+class SpeculationPace:
+    """How one request speculates on its full KV.
 
     Args:
         proposer: of the request.
-        book: as for :class:`DirectBelief`.
+        experience: as for :class:`ProposalBelief`.
         prices: seconds of a round with 0 .. ``MOST_PROPOSALS`` proposals, now.
         start: tokens of the prompt.
     """
 
-    def __init__(self, proposer: Replayable, book: GuessBook, prices: Callable[[], Sequence[float]], start: int) -> None:
+    def __init__(
+        self, proposer: Replayable, experience: ProposalExperience, prices: Callable[[], Sequence[float]], start: int
+    ) -> None:
         self._proposer, self._prices, self._seen = proposer, prices, start
-        self._belief = DirectBelief(book)
+        self._belief = ProposalBelief(experience)
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """As many tokens as are worth their rows, ``most`` at most."""
-        return self._proposer.guess(tokens, (), min(most, self._belief.best(self._prices())[0]))
+        return self._proposer.look_up(tokens, (), min(most, self._belief.best(self._prices())[0]))
 
     def seconds_per_token(self) -> float:
-        """What a token costs if the full KV is asked directly."""
+        """What a token costs by speculation on full KV."""
         return self._belief.best(self._prices())[1]
 
     def weigh(self, rounds: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Proposals that the full KV is asked about directly."""
+"""Speculation on full KV: proposals that are verified without a drafter between."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from vericache_core.runtime.direct import MOST_PROPOSALS, DirectBelief, DirectPace, GuessBook
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.pace import Pace
 from vericache_core.runtime.propose import NGramProposer
+from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalBelief, ProposalExperience, SpeculationPace
 from vericache_core.runtime.window import Experience, WindowController
 
 
@@ -34,15 +34,15 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tokens", texts())
-def test_a_guess_is_what_followed_last_time(tokens: list[int]) -> None:
+def test_a_proposal_is_what_followed_last_time(tokens: list[int]) -> None:
     proposer = NGramProposer()
     for stop in range(len(tokens)):
-        assert proposer.guess(tokens[:stop], (), 6) == naive(tokens[:stop], 6)
+        assert proposer.look_up(tokens[:stop], (), 6) == naive(tokens[:stop], 6)
 
 
 @pytest.mark.parametrize("tokens", texts())
 @pytest.mark.parametrize("start", [0, 1, 9])
-def test_a_replay_takes_the_rounds_that_asking_would_have_taken(tokens: list[int], start: int) -> None:
+def test_a_replay_takes_the_rounds_that_speculation_would_have_taken(tokens: list[int], start: int) -> None:
     expected, at = [], start
     while at < len(tokens):
         asked = naive(tokens[:at], min(6, len(tokens) - at))
@@ -63,14 +63,14 @@ def prices(per_row: float) -> tuple[float, ...]:
 
 
 def test_as_many_proposals_as_are_worth_their_rows() -> None:
-    good, bad = DirectBelief(GuessBook()), DirectBelief(GuessBook())
+    good, bad = ProposalBelief(ProposalExperience()), ProposalBelief(ProposalExperience())
     for _ in range(40):
         good.observe(16, 16)
         bad.observe(16, 0)
     assert good.best(prices(0.3))[0] == MOST_PROPOSALS
     assert good.best(prices(0.3))[1] < 0.5
     assert bad.best(prices(0.3)) == (0, 1.0)
-    some = DirectBelief(GuessBook())
+    some = ProposalBelief(ProposalExperience())
     for number in range(200):
         some.observe(16, 1 + number % 3)
     assert 1 <= some.best(prices(0.2))[0] <= 4
@@ -78,7 +78,7 @@ def test_as_many_proposals_as_are_worth_their_rows() -> None:
 
 
 def test_rounds_without_a_proposal_cost_what_a_plain_token_does() -> None:
-    rare, common = DirectBelief(GuessBook()), DirectBelief(GuessBook())
+    rare, common = ProposalBelief(ProposalExperience()), ProposalBelief(ProposalExperience())
     for _ in range(100):
         common.observe(8, 8)
         rare.observe(0, 0)
@@ -88,16 +88,16 @@ def test_rounds_without_a_proposal_cost_what_a_plain_token_does() -> None:
 
 
 def test_requests_begin_with_the_experience_of_others() -> None:
-    book = GuessBook()
+    experience = ProposalExperience()
     for _ in range(60):
-        DirectBelief(book).observe(16, 0)
-    assert DirectBelief(book).best(prices(0.5))[0] == 0
-    assert DirectBelief(GuessBook()).best(prices(0.5))[0] > 0
+        ProposalBelief(experience).observe(16, 0)
+    assert ProposalBelief(experience).best(prices(0.5))[0] == 0
+    assert ProposalBelief(ProposalExperience()).best(prices(0.5))[0] > 0
 
 
 def test_a_pace_learns_from_what_was_committed_whether_it_asked_or_not() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 3
-    pace = DirectPace(NGramProposer(), GuessBook(), lambda: prices(0.3), len(tokens))
+    pace = SpeculationPace(NGramProposer(), ProposalExperience(), lambda: prices(0.3), len(tokens))
     before = pace.seconds_per_token()
     for _ in range(6):
         tokens += [1, 2, 3, 4, 5, 6, 7, 8]
@@ -109,13 +109,13 @@ def test_a_pace_learns_from_what_was_committed_whether_it_asked_or_not() -> None
     assert pace.propose(tokens, 2) == [1, 2]
 
 
-def test_windows_are_weighed_against_asking_directly() -> None:
+def test_windows_are_weighed_against_speculation() -> None:
     """Drafting saves a third of a plain token's time; proposals that all hold save more."""
     rounds = tuple(1.0 + 0.6 * window for window in range(65))
     plain = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: rounds)
     assert plain.next_window() > 0
-    direct = DirectPace(NGramProposer(), GuessBook(), lambda: prices(0.0), 0)
+    speculation = SpeculationPace(NGramProposer(), ProposalExperience(), lambda: prices(0.0), 0)
     for length in range(1, 40):
-        direct.round_ended([3] * length)
-    weighed = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: direct.weigh(rounds))
+        speculation.round_ended([3] * length)
+    weighed = Pace(WindowController(Experience(Prior(0.01, 100.0)), 128), lambda: speculation.weigh(rounds))
     assert weighed.next_window() == 0
