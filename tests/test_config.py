@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vericache_core.config import CONTROLS, EngineConfig, config_schema, load_config, replace, resolve_config
+from vericache_core.config import CONTROLS, EngineConfig, config_schema, load_config, read_env, replace, resolve_config
 from vericache_core.errors import ConfigError
 from vericache_core.plugins.fields import option_fields
 
@@ -204,3 +204,8 @@ def test_schema_describes_a_file() -> None:
 def test_tomli_stands_in_before_python_3_11() -> None:
     module = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     assert module in sys.modules
+
+
+def test_variables_that_steer_the_program_are_no_settings(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_env(dict.fromkeys(CONTROLS, "1") | {"VERICACHE_CACHE": "/tmp"}) == {}
+    assert not caplog.records

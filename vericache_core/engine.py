@@ -125,6 +125,8 @@ class Engine(RequestBuilding):
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device={device}: torch finds no CUDA device here", hint="device=cpu, or a CUDA build of torch")
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         if dtype is None and model == "demo":
             dtype = torch.bfloat16
@@ -216,10 +218,12 @@ class Engine(RequestBuilding):
         compressor: str | None = CONFIGURED,
         priority: int = 0,
         record_logits: bool = False,
+        tenant: str = "",
     ) -> Job:
         """Take a request in while others run; :meth:`step` runs them all.
 
-        A higher ``priority`` goes first, and may preempt lower ones; the rest is as for :meth:`generate`.
+        A higher ``priority`` goes first, and may preempt lower ones. Requests of one ``tenant`` find nothing in the prefix
+        store that those of another left there. The rest is as for :meth:`generate`.
 
         Raises:
             PromptError, ConfigError: the request cannot be run, or can never fit into the budgets.
@@ -228,6 +232,7 @@ class Engine(RequestBuilding):
         with self._lock:
             company = len(self.loop.live) + 1
             request = self._request(prompt, params or SamplingParams(), compressor, record_logits, company, priority)
+            request.tenant = tenant
             try:
                 self.loop.add(request)
             except VeriCacheError:

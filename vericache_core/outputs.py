@@ -73,6 +73,10 @@ class Job:
         """Tokens committed so far; they never change."""
         return tuple(self._request.generated)
 
+    def take_text(self) -> str:
+        """The text that became certain since the last call."""
+        return self._request.output.take_delta()
+
     def cancel(self) -> None:
         """End it; what was committed stays."""
         self._drop()

@@ -136,6 +136,8 @@ def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('compressor = "random"\n[options]\nsede = 3', "did you mean 'seed'"),
         ('compressor = "random"\n[options]\nseed = -3', "seed: expected an integer >= 0"),
         ("keep = ", r":1: not valid TOML"),
+        ("keep = 0.5\nkeep_tokens = 9", "are both given"),
+        ('device = "gpu0"', "device: expected auto, cpu"),
     ],
 )
 def test_validate_refuses_with_the_file_and_the_reason(

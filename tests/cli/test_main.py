@@ -75,7 +75,11 @@ def test_quick_answers_import_nothing_heavy(argv: list[str]) -> None:
         (["--nonsense"], "unrecognized arguments: --nonsense", "vericache --help"),
         (["plugins"], "required", "vericache plugins --help"),
         (["plugins", "lst"], "invalid choice: 'lst'", "vericache plugins --help"),
-        (["plugins", "list", "--jso"], "unrecognized arguments: --jso", "vericache plugins --help"),
+        (
+            ["plugins", "list", "--jso"],
+            "unrecognized arguments: --jso; did you mean '--json'?",
+            "vericache plugins list --help",
+        ),
     ],
 )
 def test_usage_errors_are_one_line_and_a_hint(
@@ -167,3 +171,24 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not color_enabled(terminal)
     monkeypatch.delenv("NO_COLOR")
     assert not color_enabled(types.SimpleNamespace(isatty=lambda: False))  # type: ignore[arg-type]  # enough of a stream
+
+
+def test_a_flag_that_is_none_names_the_nearest_and_not_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--devise", "cpu", "hello"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "vericache: error: unrecognized arguments: --devise; did you mean '--device'?"
+    assert hint == "hint: vericache generate --help"
+    assert cli.main(["bench", "throughput", "--repaets=3"]) == 2
+    assert "--repaets; did you mean '--repeats'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./nosuch", "~/nosuch/model"])
+def test_a_folder_that_is_not_there_is_no_hub_id(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "-m", name, "hello"]) == 2
+    assert f"model folder {name!r} does not exist" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["generate", "--device", "cuda:1", "hello"]) == 2
+    assert "device=cuda:1: torch finds no CUDA device here" in capsys.readouterr().err

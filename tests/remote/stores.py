@@ -15,10 +15,11 @@ from vericache_core.engine import Engine
 from vericache_core.outputs import RequestOutput
 from vericache_core.plugins.registry import Registry
 from vericache_core.plugins.spec import CompressorSpec
-from vericache_core.remote.auth import Guard, read_tokens
+from vericache_core.remote.auth import Guard
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.access import read_tokens
 
 TOKEN = "a-token-of-the-tests-0123456789"
 PREFIX = prompt(150, seed=3)

@@ -29,12 +29,13 @@ from tests.remote.stores import (
 from vericache_core.builtin import IdentityCompressor
 from vericache_core.cli import main as cli
 from vericache_core.errors import ConfigError, RemoteRefused, UsageError
-from vericache_core.remote.auth import channel_credentials, is_loopback, read_tokens, server_credentials
+from vericache_core.remote.auth import channel_credentials, server_credentials
 from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.link import Link
 from vericache_core.remote.shelf import prefix_key
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.access import is_loopback, read_tokens
 
 PARAMS = SamplingParams(max_new_tokens=8)
 GOLDEN = "566c0987baeae44a626dfdb516b17b9ffd0b93c758fde0db4133f629ab2d285d"

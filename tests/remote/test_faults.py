@@ -13,10 +13,11 @@ from typing_extensions import Self
 
 from tests.remote.stores import TOKEN, drafter, plain, prompts, same, store_engine, token_file
 from vericache_core.errors import RemoteError
-from vericache_core.remote.auth import Guard, read_tokens
+from vericache_core.remote.auth import Guard
 from vericache_core.remote.frames import Message, decode
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.access import read_tokens
 
 PARAMS = SamplingParams(max_new_tokens=24)
 TIMEOUT = 1.5

@@ -17,13 +17,14 @@ from tests.remote.stores import PREFIX, TOKEN, drafter, plain, prompts, same, st
 from vericache_core.errors import RemoteError, RemoteRefused
 from vericache_core.kv import LayerDescriptor
 from vericache_core.remote import layers
-from vericache_core.remote.auth import Guard, read_tokens
+from vericache_core.remote.auth import Guard
 from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.layers import Assembly, Blob, parts
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.link import Link
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.access import read_tokens
 
 PARAMS = SamplingParams(max_new_tokens=16)
 

@@ -11,9 +11,10 @@ import pytest
 
 from tests.remote.stores import drafter, plain, prompts, same, store_engine, token_file
 from vericache_core.errors import RemoteError
-from vericache_core.remote.auth import Guard, channel_credentials, read_tokens, server_credentials
+from vericache_core.remote.auth import Guard, channel_credentials, server_credentials
 from vericache_core.remote.server import StoreServer
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.service.access import read_tokens
 
 x509 = pytest.importorskip("cryptography.x509")
 

@@ -71,7 +71,12 @@ def _toml(value: Any) -> str:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    resolved = resolve_config(args.file, env={})
+    try:
+        resolved = resolve_config(args.file, env={})
+    except ConfigError as error:
+        if error.message.startswith((args.file, "configuration file")):
+            raise
+        raise ConfigError(f"{args.file}: {error.message}", cause=error.cause, hint=error.hint) from error
     config = resolved.config
     checked = _check_options(config, args.file) if config.compressor and not args.no_plugins else False
     if args.json:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 from vericache_core.errors import UsageError
+from vericache_core.plugins.fields import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,6 +18,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        for text in unknown:
+            flag = text.partition("=")[0]
+            if flag.startswith("--") and len(flag) > len("--"):
+                near = did_you_mean(flag, self._option_string_actions)
+                self.error(f"unrecognized arguments: {flag}" + (f"; did you mean {near!r}?" if near else ""))
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")

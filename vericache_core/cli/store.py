@@ -125,7 +125,7 @@ def _no_store_of_its_own() -> ConfigError:
 
 def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
     """Tokens of tenants; UsageError where anybody could come in, or anybody could listen."""
-    from vericache_core.remote.auth import is_loopback, read_tokens
+    from vericache_core.service.access import is_loopback, read_tokens
 
     near = is_loopback(args.listen)
     if (args.tls_cert is None) != (args.tls_key is None):

@@ -20,7 +20,7 @@ from vericache_core.plugins.fields import coerce, did_you_mean, option_fields
 
 ENV_PREFIX: Final = "VERICACHE_"
 # Variables that steer the program and are not fields of the configuration.
-CONTROLS: Final = frozenset(f"{ENV_PREFIX}{name}" for name in ("DEBUG", "PLUGINS", "STRICT_PLUGINS", "TRACE_PLUGINS"))
+CONTROLS: Final = frozenset(f"{ENV_PREFIX}{name}" for name in ("CACHE", "DEBUG", "PLUGINS", "STRICT_PLUGINS", "TRACE_PLUGINS"))
 
 log = logging.getLogger("vericache.config")
 

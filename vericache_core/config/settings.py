@@ -164,4 +164,5 @@ def refuse_unknown(values: Mapping[str, Any], where: str, *, known: tuple[str, .
         if key not in legal:
             near = did_you_mean(key, legal)
             suffix = f"; did you mean {prefix + near!r}?" if near else ""
-            raise ConfigError(f"{where}: unknown key {prefix + key!r}{suffix}", hint=f"valid keys: {', '.join(legal)}")
+            hint = "vericache config schema lists them" if known is None else f"valid keys: {', '.join(legal)}"
+            raise ConfigError(f"{where}: unknown key {prefix + key!r}{suffix}", hint=hint)

@@ -62,6 +62,8 @@ def _resolve(name: str) -> str:
         if not path.is_file():
             raise UsageError(f"model file {name!r} does not exist")
         return str(_converted(path))
+    if path.is_absolute() or name.startswith((".", "~")):  # a hub id is neither
+        raise UsageError(f"model folder {name!r} does not exist", hint="-m demo works offline")
     return name
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from vericache_core.errors import PromptError
 
 Spans = tuple[tuple[int, int], ...]
@@ -47,7 +49,10 @@ def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> tuple[list[i
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise PromptError("chat prompts need a tokenizer with a chat template", hint="give text or token ids")
     plain = [dict(message) for message in messages]
-    text: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    try:
+        text: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:  # such as roles that must alternate, or a system message that the model knows none of
+        raise PromptError("the model's chat template refuses these messages", cause=str(error)) from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     first_user = next((m["content"] for m in plain if m.get("role") == "user"), "")
     at = text.find(first_user) if first_user else -1

@@ -10,8 +10,9 @@ import grpc
 
 from vericache_core.config import EngineConfig
 from vericache_core.errors import ConfigError, RemoteError, RemoteRefused
-from vericache_core.remote.auth import HEADER, SCHEME, channel_credentials, is_loopback, own_token
+from vericache_core.remote.auth import HEADER, channel_credentials
 from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, Message, decode
+from vericache_core.service.access import SCHEME, is_loopback, own_token
 from vericache_core.service.http import split_address
 
 _REFUSALS: Final = frozenset(

@@ -1,0 +1,200 @@
+"""Bodies of calls of the OpenAI API -> prompts and sampling parameters; what cannot be done is refused by name.
+
+A field that would change the answer and is not served must not be overlooked: a client that asked for JSON and gets
+prose has been lied to. ``null`` counts as not given, as clients send it for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vericache_core.errors import PromptError, UsageError
+from vericache_core.plugins.fields import did_you_mean
+from vericache_core.runtime.sampling_params import SamplingParams
+
+MOST_PROMPTS: Final = 256
+"""Prompts of one call of ``/v1/completions``."""
+_SAMPLING: Final = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "ignore_eos",
+        )
+    },
+}
+"""Field of the API (those of vLLM beyond OpenAI's too) -> sampling parameter."""
+_ABOUT_THE_CALLER: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_NO_TOOLS: Final = "describe tools in the system message and read the text"
+_NO_GRAMMAR: Final = "ask for JSON in the prompt and check the text"
+_ONE: Final = "send several requests with different seeds"
+_NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "n": ((1,), _ONE),
+    "best_of": ((1,), _ONE),
+    "echo": ((False,), "the prompt is yours already"),
+    "suffix": (("",), "put it into the prompt"),
+    "logprobs": ((False,), "Engine.generate gives them"),
+    "top_logprobs": ((0,), "Engine.generate gives them"),
+    "logit_bias": (({},), "Engine.generate takes bad_words and logits processors"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+}
+"""What is refused: values that ask for nothing, which are let through, and what to do instead."""
+_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor")
+
+
+class UnknownModelError(UsageError):
+    """A call names another model than the one that is served."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One call.
+
+    Attributes:
+        chat: of ``/v1/chat/completions``.
+        prompts: one for a chat; as :meth:`Engine.submit` takes them.
+        params: of all of them.
+        plain: decode with the full KV alone.
+        priority: higher goes first.
+        stream, usage: send pieces, and the count of tokens behind them.
+    """
+
+    chat: bool
+    prompts: tuple[Any, ...]
+    params: SamplingParams
+    plain: bool
+    priority: int
+    stream: bool
+    usage: bool
+
+
+def read_ask(body: Any, *, chat: bool, model: str, defaults: SamplingParams, compressor: str | None) -> Ask:
+    """What a call asks for.
+
+    Args:
+        body: parsed JSON.
+        chat: it came to ``/v1/chat/completions``.
+        model: the name that is served.
+        defaults: of what the call leaves out.
+        compressor: that drafts here; a call may name it, or ``"none"``.
+
+    Raises:
+        UsageError: unknown, of a wrong type, or not served; the message names the field.
+    """
+    if not isinstance(body, dict):
+        raise UsageError("the body is to be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    subject = "messages" if chat else "prompt"
+    _refuse(given, subject)
+    named = given.get("model", model)
+    if named != model:
+        raise UnknownModelError(f"there is no model {named!r} here", hint=f"this one serves {model!r}")
+    if subject not in given:
+        raise PromptError(f"{subject} is missing")
+    prompts = (_messages(given["messages"]),) if chat else _prompts(given["prompt"])
+    stream, options = _typed(given, "stream", bool, False), _typed(given, "stream_options", dict, {})
+    return Ask(
+        chat,
+        prompts,
+        _params(given, defaults),
+        _plain(given.get("compressor", compressor), compressor),
+        _typed(given, "priority", int, 0),
+        stream,
+        stream and options.get("include_usage") is True,
+    )
+
+
+def _refuse(given: Mapping[str, Any], subject: str) -> None:
+    known = {subject, *_OWN, *_SAMPLING, *_ABOUT_THE_CALLER, *_NOT_SERVED}
+    for name, value in given.items():
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UsageError(f"unknown field {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+        neutral, instead = _NOT_SERVED.get(name, ((value,), ""))
+        if not any(type(value) is type(harmless) and value == harmless for harmless in neutral):
+            raise UsageError(f"{name} is not served", hint=instead)
+
+
+def _params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise UsageError("max_tokens and max_completion_tokens are both given", hint="give only one of them")
+    own = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
+    params = dataclasses.replace(defaults, **own)
+    if params.greedy or "seed" in given:
+        return params
+    # Who samples without naming a seed expects another answer each time.
+    return dataclasses.replace(params, seed=secrets.randbits(63))
+
+
+def _plain(named: Any, compressor: str | None) -> bool:
+    if named == "none":
+        return True
+    if named != compressor:
+        raise UsageError(
+            f"compressor {named!r} does not draft here", hint=f"leave it out, or {compressor or 'none'!r} or 'none'"
+        )
+    return False
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = given.get(name, default)
+    if type(value) is not kind:  # True is no priority
+        raise UsageError(f"{name} is to be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def _prompts(given: Any) -> tuple[Any, ...]:
+    """Text, token ids, or a list of these."""
+    many = given if isinstance(given, list) and given and all(isinstance(part, (str, list)) for part in given) else [given]
+    if len(many) > MOST_PROMPTS:
+        raise PromptError(f"{len(many)} prompts in one call", hint=f"at most {MOST_PROMPTS}")
+    return tuple(many)
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    if not isinstance(given, list) or not given:
+        raise PromptError("messages is to be a list of at least one message")
+    return [_message(number, message) for number, message in enumerate(given)]
+
+
+def _message(number: int, message: Any) -> dict[str, str]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(f"{where} is to be an object with a role")
+    further = {name for name, value in message.items() if value} - {"role", "content", "name"}
+    if further:
+        raise PromptError(f"{where}: {min(further)} is not served", hint="role and content are")
+    return {"role": message["role"], "content": _content(where, message.get("content"))}
+
+
+def _content(where: str, content: Any) -> str:
+    """Text, or parts of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PromptError(f"{where}: content is to be text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise PromptError(f"{where}: a part of the content is no text", hint="this model reads text alone")
+    return "".join(part["text"] for part in content)
