@@ -12,6 +12,7 @@ import torch
 from vericache_core.building import CONFIGURED, Prompt, RequestBuilding
 from vericache_core.cache.link import Link
 from vericache_core.cache.ring import SwapRing
+from vericache_core.cache.tiers import DiskStore
 from vericache_core.config import EngineConfig, replace
 from vericache_core.errors import ConfigError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
@@ -122,6 +123,8 @@ class Engine(RequestBuilding):
         config = replace(config or EngineConfig(), **overrides)
         if config.prefix_store is not None:
             check_store(config.prefix_store)  # what cannot be used must not wait for the model
+        if config.full_kv == "disk" and config.mode != "plain":
+            DiskStore([], config.swap_dir).close()
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -77,7 +77,7 @@ def test_quick_answers_import_nothing_heavy(argv: list[str]) -> None:
         (["plugins", "lst"], "invalid choice: 'lst'", "vericache plugins --help"),
         (
             ["plugins", "list", "--jso"],
-            "unrecognized arguments: --jso; did you mean '--json'?",
+            "arguments: --jso; did you mean '--json'?",
             "vericache plugins list --help",
         ),
     ],
@@ -192,3 +192,9 @@ def test_a_device_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["generate", "--device", "cuda:1", "hello"]) == 2
     assert "device=cuda:1: torch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_swap_folder_that_is_not_there_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "-m", "/no/such/model", "-c", "identity", "--full-kv", "disk", "--swap-dir", "/no/such/folder", "hello"]
+    assert cli.main(argv) == 1
+    assert "no swap file in /no/such/folder" in capsys.readouterr().err
