@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -134,6 +135,9 @@ def test_what_cannot_run_is_told_by_the_status(server: Served, stream: bool) -> 
 def test_bad_bodies_are_refused(server: Served) -> None:
     assert server.ask(TEXT, b"{", "POST").status == 400
     assert server.ask(TEXT, b"[" * 100_000, "POST").status == 400
+    for path, half in ((TEXT, b'{"prompt": "\\ud800"}'), (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')):
+        answer = server.ask(path, half)
+        assert (answer.status, "not Unicode text" in answer.text) == (400, True)
     assert server.ask(TEXT, {"prompt": "x"}, headers={"Content-Type": "text/plain"}).status == 415
     assert server.ask(TEXT, method="GET").status == 405
     assert server.ask("/v1/embeddings", {}).status == 404
@@ -168,6 +172,14 @@ def test_a_full_queue_says_when_to_come_again() -> None:
         assert set(statuses) == {200, 429}
         assert {answer.headers["retry-after"] for answer in answers if answer.status == 429} == {"1"}
         running.wait_until_idle()
+
+
+def test_who_hangs_up_in_the_middle_of_a_body_is_forgotten(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 100\r\n\r\n{")
+    assert server.ask(TEXT, {"prompt": PROMPT, "max_tokens": 2}).status == 200
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])

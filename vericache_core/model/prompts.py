@@ -41,6 +41,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[list[in
 def _text(prompt: str, tokenizer: Any) -> list[int]:
     if tokenizer is None:
         raise PromptError("text prompts need a tokenizer", hint="give token ids")
+    _check_unicode(prompt)
     ids: list[int] = tokenizer.encode(prompt)
     return ids
 
@@ -53,11 +54,20 @@ def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> tuple[list[i
         text: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:  # such as roles that must alternate, or a system message that the model knows none of
         raise PromptError("the model's chat template refuses these messages", cause=str(error)) from error
+    _check_unicode(text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     first_user = next((m["content"] for m in plain if m.get("role") == "user"), "")
     at = text.find(first_user) if first_user else -1
     prefix = 0 if at <= 0 else _shared(ids, tokenizer.encode(text[:at], add_special_tokens=False))
     return ids, ((0, prefix),) if prefix else ()
+
+
+def _check_unicode(text: str) -> None:
+    """Half a surrogate pair, as JSON and bytes on a command line may bring one, is no character that has tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("the prompt is not Unicode text", cause=f"{text[error.start]!r} at {error.start}") from error
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -91,7 +91,10 @@ class Server:
         tenant = self._tenant(request)
         if self._stopping.is_set():
             raise StoppingError("the server is stopping", hint="send it again, to another one")
-        body = await _body(request)
+        try:
+            body = await _body(request)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
         ask = read_ask(body, chat=chat, model=self._model, defaults=self._defaults, compressor=self._compressor)
         writer = Writer(chat, self._model)
         call, handed_on = Call(self._runner, ask, tenant, request, writer.id), False
