@@ -105,7 +105,7 @@ class Engine(RequestBuilding):
             self.config.on_compressor_error,
             self.config.on_swap_error,
             None if tokenizer is None else self._encode,
-            lambda: is_safe(self.attention),
+            lambda: is_safe(self.attention, self.adapter.packed_bytes > 0),
             self.planner.link_meter,
             self.reuse,
         )

@@ -20,7 +20,7 @@ HAVE_DOT = has_dot()
 
 _float32_tile, _soften_exact = make_tile("float32"), make_soften(rounded=False)
 # Without the instruction the names must exist and are never called.
-_dot_tile = make_tile("dot") if HAVE_DOT else _float32_tile
+dot_tile = make_tile("dot") if HAVE_DOT else _float32_tile
 _soften_rounded = make_soften(rounded=True) if HAVE_DOT else _soften_exact
 
 
@@ -43,7 +43,7 @@ def product(
             own, wide = (a + row * a_step, a_step), (b + column, b_step)
             old, new = (first + row * first_step + column, first_step), (c + row * c_step + column, c_step)
             if form == DOT:
-                _dot_tile(tall, own, wide, count, old, new, fetched)
+                dot_tile(tall, own, wide, count, old, new, fetched)
             else:
                 _float32_tile(tall, own, wide, count, old, new, fetched)
 

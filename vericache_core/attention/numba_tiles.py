@@ -55,6 +55,11 @@ def has_dot() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 
 
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices as such (AMX), many times as fast as pairs."""
+    return bool(llvm.get_host_cpu_features().get("amx-bf16", False))
+
+
 class VectorWriter:
     """Short words for the vector IR of a function under construction. Addresses are int64."""
 

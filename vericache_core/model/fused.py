@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from vericache_core.model.interface import StepAttention, active_step, current_step
 from vericache_core.model.own_forms import form_of
-from vericache_core.model.packed import multiply, pack_weight, packable, packed_bytes
+from vericache_core.model.packed import Product, packable, packed_bytes, packed_product
 
 log = logging.getLogger("vericache.model")
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -38,7 +37,7 @@ class FusedLayer:
 
     Args:
         layer: a module that :func:`recognised` accepts.
-        pack: whether to lay the weights out for oneDNN; the copies are this object's.
+        pack: whether to lay the weights out once; the copies are this object's.
         rows: rows of a step, a hint for the layout.
 
     Attributes:
@@ -108,14 +107,14 @@ class _Norm:
         self.address, self.eps = self._weight.data_ptr(), np.float32(module.variance_epsilon)
 
 
-def _product(linears: tuple[Any, ...], pack: bool, rows: int) -> Callable[[Tensor], Tensor]:
+def _product(linears: tuple[Any, ...], pack: bool, rows: int) -> Product:
     """``[rows, in]`` -> the outputs of ``linears`` side by side; packed as one product, or one by one as they are."""
     if not pack or not all(packable(part) for part in linears):
         return lambda x: torch.cat([nn.functional.linear(x, part.weight, part.bias) for part in linears], -1)
-    packed = pack_weight(torch.cat([part.weight.detach() for part in linears]), rows)
+    weight = torch.cat([part.weight.detach() for part in linears])
     biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in linears]
     bias = None if all(part.bias is None for part in linears) else torch.cat(biases)
-    return lambda x: multiply(x, packed, bias)
+    return packed_product(weight, bias, rows)
 
 
 def recognised(layer: Any) -> bool:

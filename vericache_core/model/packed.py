@@ -1,13 +1,15 @@
-"""Linear layers with weights laid out once for the CPU's matrix kernels (oneDNN), for use inside steps.
+"""Linear layers with weights laid out once for the CPU, for use inside steps.
 
 ``torch.nn.functional.linear`` hands oneDNN the weights as they are stored and has them re-laid at every call, which
-for the few rows of a step costs about as much as the product. Packed weights belong to an adapter, not to the model:
-outside of its steps, and in steps of others, a linear layer computes as ever.
+for the few rows of a step costs about as much as the product. Packed, a product runs in our own tiles where they are
+fastest (``numba_linear.py``), else in oneDNN. Packed weights belong to an adapter, not to the model: outside of its
+steps, and in steps of others, a linear layer computes as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 from vericache_core.model.own_forms import form_of
 
+Product = Callable[[Tensor], Tensor]
+"""``[..., in]`` -> ``[..., out]``."""
 AUTO_BYTES = 2 << 30
 """``pack_weights="auto"`` packs models up to this size: a packed copy lies beside the original."""
 
@@ -29,7 +33,7 @@ def wants_packing(model: nn.Module, mode: str) -> bool:
     return mode == "always" or (mode == "auto" and packed_bytes(_linears(model)) <= AUTO_BYTES)
 
 
-def pack_linears(model: nn.Module, rows: int, mode: str, without: Iterable[nn.Module] = ()) -> dict[nn.Module, Tensor]:
+def pack_linears(model: nn.Module, rows: int, mode: str, without: Iterable[nn.Module] = ()) -> dict[nn.Module, Product]:
     """Pack every linear layer of a CPU model; empty where that is not wanted or not possible.
 
     Args:
@@ -41,29 +45,44 @@ def pack_linears(model: nn.Module, rows: int, mode: str, without: Iterable[nn.Mo
     if not wants_packing(model, mode):
         return {}
     left = {part for module in without for part in module.modules()}
-    packs: dict[nn.Module, Tensor] = {}
+    packs: dict[nn.Module, Product] = {}
     for module in _linears(model):
         if module in left:
             continue
-        packs[module] = pack_weight(module.weight.detach(), rows)
+        packs[module] = packed_product(module.weight.detach(), module.bias, rows)
         # A method, and not a closure: a copy of the module must not go on with the weights of the original.
         module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
     return packs
 
 
-def pack_weight(weight: Tensor, rows: int) -> Tensor:
-    """``weight [out, in]`` in the layout of :func:`multiply`."""
-    operators: Any = torch.ops.mkldnn
-    with torch.inference_mode(False), torch.no_grad():
-        packed: Tensor = operators._reorder_linear_weight(weight, rows)  # noqa: SLF001
-    return packed
+def packed_product(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
+    """The product with ``weight [out, in]``, plus ``bias [out]``; both are copied.
+
+    Args:
+        weight: of a layer that is :func:`packable`.
+        bias: or None.
+        rows: rows of a step, a hint for the layout.
+    """
+    if importlib.util.find_spec("numba") is not None:
+        from vericache_core.model.numba_linear import TiledLinear, tileable
+
+        if tileable(weight):
+            return TiledLinear(weight, bias)
+    return _OneDNN(weight, bias, rows)
 
 
-def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``[..., in]`` times a packed weight: ``[..., out]``."""
-    operators: Any = torch.ops.mkldnn
-    result: Tensor = operators._linear_pointwise(rows, packed, bias, "none", [], "")  # noqa: SLF001
-    return result
+class _OneDNN:
+    """A product in the layout and with the operators that ``torch.compile`` uses when it freezes a model."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
+        self._operators: Any = torch.ops.mkldnn
+        self._bias = None if bias is None else bias.detach().clone()
+        with torch.inference_mode(False), torch.no_grad():
+            self._weight: Tensor = self._operators._reorder_linear_weight(weight, rows)  # noqa: SLF001
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        result: Tensor = self._operators._linear_pointwise(rows, self._weight, self._bias, "none", [], "")  # noqa: SLF001
+        return result
 
 
 def packed_bytes(linears: Iterable[nn.Module]) -> int:
@@ -72,10 +91,8 @@ def packed_bytes(linears: Iterable[nn.Module]) -> int:
 
 
 def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
-    packed = form_of(module)
-    if packed is None:
-        return nn.functional.linear(rows, module.weight, module.bias)
-    return multiply(rows, packed, module.bias)
+    product: Product | None = form_of(module)
+    return nn.functional.linear(rows, module.weight, module.bias) if product is None else product(rows)
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:

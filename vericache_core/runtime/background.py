@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vericache_core.cache.move import HAVE_NUMBA
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import StepFault
@@ -90,9 +91,14 @@ class BackgroundVerify:
             self._worker = None
 
 
-def is_safe(attention: str) -> bool:
-    """Whether attention of two steps may run at the same time: Numba's workqueue threading layer cannot."""
-    if attention != "numba":
+def is_safe(attention: str, packed: bool) -> bool:
+    """Whether two steps may run at the same time: on Numba's workqueue threading layer they cannot.
+
+    Args:
+        attention: as chosen.
+        packed: whether products are packed, which may be Numba's too.
+    """
+    if attention != "numba" and not (packed and HAVE_NUMBA):
         return True
     import numba
 
