@@ -42,24 +42,28 @@ def varied(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
+def shares(rows: Tensor) -> int:
+    return numba_rows.threads_for(len(rows))
+
+
 def norm(rows: Tensor, weight: Tensor) -> Tensor:
     result = torch.empty_like(rows)
     addresses = (weight.data_ptr(), rows.data_ptr(), result.data_ptr())
-    numba_rows.norm_rows(FORMS[rows.dtype], len(rows), rows.shape[1], np.float32(EPS), *addresses)
+    numba_rows.norm_rows(FORMS[rows.dtype], len(rows), rows.shape[1], np.float32(EPS), *addresses, shares(rows))
     return result
 
 
 def add_norm(one: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total, result = torch.empty_like(one), torch.empty_like(one)
     addresses = [part.data_ptr() for part in (weight, one, other, total, result)]
-    numba_rows.add_norm_rows(FORMS[one.dtype], len(one), one.shape[1], np.float32(EPS), *addresses)
+    numba_rows.add_norm_rows(FORMS[one.dtype], len(one), one.shape[1], np.float32(EPS), *addresses, shares(one))
     return total, result
 
 
 def gate(rows: Tensor) -> Tensor:
     width = rows.shape[1] // 2
     result = rows.new_empty((len(rows), width))
-    numba_rows.gate_rows(FORMS[rows.dtype], len(rows), width, rows.data_ptr(), result.data_ptr())
+    numba_rows.gate_rows(FORMS[rows.dtype], len(rows), width, rows.data_ptr(), result.data_ptr(), shares(rows))
     return result
 
 
@@ -70,7 +74,7 @@ def rotate(joint: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: tuple[Ten
     numba_rows.rotate_rows(
         *(FORMS[joint.dtype], rows, (heads, kv_heads, width), (cos.data_ptr(), sin.data_ptr())),
         *((norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0), np.float32(EPS)),
-        *(joint.data_ptr(), tuple(part.data_ptr() for part in results)),
+        *(joint.data_ptr(), tuple(part.data_ptr() for part in results), shares(cos)),
     )
     return results
 
@@ -84,7 +88,7 @@ def test_norms_and_sums_are_those_of_torch(dtype: torch.dtype, width: int) -> No
     total, result = add_norm(one, other, weight)
     assert torch.equal(total, one + other)
     assert torch.equal(result, norm(total, weight))
-    numba_rows.add_rows(FORMS[dtype], 7, width, one.data_ptr(), other.data_ptr())
+    numba_rows.add_rows(FORMS[dtype], 7, width, one.data_ptr(), other.data_ptr(), shares(one))
     assert torch.equal(one, total)
 
 
@@ -127,6 +131,11 @@ def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype) -> Non
         whole = function(rows)
         for index in (0, 1, 64, 129):
             assert torch.equal(function(rows[index : index + 1].contiguous())[0], whole[index])
+    cos, sin = (drawn(130, 20, dtype=dtype, seed=seed) for seed in (2, 3))
+    turned = rotate(rows, cos, sin, 4)
+    for index in (0, 1, 64, 129):
+        alone = rotate(*(part[index : index + 1].contiguous() for part in (rows, cos, sin)), 4)
+        assert all(torch.equal(one[0], many[index]) for one, many in zip(alone, turned, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,8 +175,8 @@ def test_layers_that_somebody_changed_keep_their_modules() -> None:
 def test_a_form_that_differs_is_refused_and_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = numba_rows.gate_rows
 
-    def wrong(form: int, rows: int, width: int, source: int, target: int) -> None:
-        right(form, rows, width, source + 4, target)
+    def wrong(form: int, rows: int, width: int, source: int, target: int, threads: int) -> None:
+        right(form, rows, width, source + 4, target, threads)
 
     monkeypatch.setattr(numba_rows, "gate_rows", wrong)
     with caplog.at_level(logging.WARNING, "vericache.model"):

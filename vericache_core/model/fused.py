@@ -69,16 +69,16 @@ class FusedLayer:
         kernels, form, (rows, width) = self._kernels, self._form, hidden.shape
         hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
         normed, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        first, second = self._first, self._second
-        kernels.norm_rows(form, rows, width, first.eps, first.address, hidden.data_ptr(), normed.data_ptr())
+        first, second, threads = self._first, self._second, kernels.threads_for(rows)
+        kernels.norm_rows(form, rows, width, first.eps, first.address, hidden.data_ptr(), normed.data_ptr(), threads)
         seen = step.attend(self._attention, *self._queries_keys_values(self._project(normed), cos, sin), self.facts)
         gathered = self._gather(seen.reshape(rows, -1))
         places = (hidden.data_ptr(), gathered.data_ptr(), total.data_ptr(), normed.data_ptr())
-        kernels.add_norm_rows(form, rows, width, second.eps, second.address, *places)
+        kernels.add_norm_rows(form, rows, width, second.eps, second.address, *places, threads)
         wide, inner = self._widen(normed), hidden.new_empty((rows, self._inner))
-        kernels.gate_rows(form, rows, self._inner, wide.data_ptr(), inner.data_ptr())
+        kernels.gate_rows(form, rows, self._inner, wide.data_ptr(), inner.data_ptr(), threads)
         narrow = self._narrow(inner)
-        kernels.add_rows(form, rows, width, total.data_ptr(), narrow.data_ptr())
+        kernels.add_rows(form, rows, width, total.data_ptr(), narrow.data_ptr(), threads)
         return total
 
     def _queries_keys_values(self, joint: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +95,7 @@ class FusedLayer:
             norms[0].eps if norms else np.float32(0),
             joint.data_ptr(),
             (query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            self._kernels.threads_for(rows),
         )
         return query, key, value
 

@@ -6,8 +6,8 @@ Sums of squares add up in ``LANES`` interleaved parts that are folded in halves,
 exponential is a polynomial. Everything else equals torch bit for bit.
 
 Rows lie one after the other at addresses; ``form`` says in which dtype. A kernel reads a row into float32 scratch, works
-there, and writes it back: loops that stay in the first-level cache and that LLVM turns into vector code. One thread runs
-them, without the interpreter lock: to start a second one costs more than a layer's rows do.
+there, and writes it back: loops that stay in the first-level cache and that LLVM turns into vector code. The threads are
+those of products and attention, which are awake while a step runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, get_num_threads, njit, prange
 
 from vericache_core.attention.numba_bits import as_pointer
 from vericache_core.attention.numba_panels import BFLOAT16
@@ -23,10 +23,17 @@ from vericache_core.attention.numba_products import LOG2_E
 from vericache_core.attention.numba_softmax import EXACT, SHIFT
 
 LANES = 64
+ROWS_PER_THREAD = 4
+"""Fewer are done before a second thread has begun."""
 _LOG2_E, _SHIFT = np.float32(LOG2_E), np.float32(SHIFT)
 _P1, _P2, _P3, _P4, _P5, _P6 = (np.float32(factor) for factor in EXACT)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _LOW, _HIGH = np.float32(-127.0), np.float32(128.0)
+
+
+def threads_for(rows: int) -> int:
+    """Threads among which the rows of a step are shared out."""
+    return max(1, min(get_num_threads(), rows // ROWS_PER_THREAD))
 
 
 @njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -90,75 +97,79 @@ def _normalise(form: Any, row: Any, width: Any, eps: Any, weight: Any) -> None:
         row[i] *= weight[i]
 
 
-@njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def norm_rows(form: Any, rows: Any, width: Any, eps: Any, weight: Any, source: Any, target: Any) -> None:
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def norm_rows(form: Any, rows: Any, width: Any, eps: Any, weight: Any, source: Any, target: Any, threads: Any) -> None:
     """RMSNorm of ``[rows, width]`` at ``source`` into ``target``; ``weight [width]``, all in the form."""
     step = width * (2 if form == BFLOAT16 else 4)
-    row, factors = np.empty(width, np.float32), np.empty(width, np.float32)
-    _read(form, weight, width, factors)
-    for index in range(rows):
-        _read(form, source + index * step, width, row)
-        _normalise(form, row, width, eps, factors)
-        _write(form, row, width, target + index * step)
+    for thread in prange(threads):
+        row, factors = np.empty(width, np.float32), np.empty(width, np.float32)
+        _read(form, weight, width, factors)
+        for index in range(rows * thread // threads, rows * (thread + 1) // threads):
+            _read(form, source + index * step, width, row)
+            _normalise(form, row, width, eps, factors)
+            _write(form, row, width, target + index * step)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
 def add_norm_rows(
-    form: Any, rows: Any, width: Any, eps: Any, weight: Any, one: Any, other: Any, total: Any, target: Any
+    form: Any, rows: Any, width: Any, eps: Any, weight: Any, one: Any, other: Any, total: Any, target: Any, threads: Any
 ) -> None:
     """``total = one + other``, rounded, and its RMSNorm into ``target``."""
     step = width * (2 if form == BFLOAT16 else 4)
-    row, more, factors = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    _read(form, weight, width, factors)
-    for index in range(rows):
-        _read(form, one + index * step, width, row)
-        _read(form, other + index * step, width, more)
-        for i in range(width):
-            row[i] += more[i]
-        _round(form, row, width)
-        _write(form, row, width, total + index * step)
-        _normalise(form, row, width, eps, factors)
-        _write(form, row, width, target + index * step)
+    for thread in prange(threads):
+        row, more, factors = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+        _read(form, weight, width, factors)
+        for index in range(rows * thread // threads, rows * (thread + 1) // threads):
+            _read(form, one + index * step, width, row)
+            _read(form, other + index * step, width, more)
+            for i in range(width):
+                row[i] += more[i]
+            _round(form, row, width)
+            _write(form, row, width, total + index * step)
+            _normalise(form, row, width, eps, factors)
+            _write(form, row, width, target + index * step)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def add_rows(form: Any, rows: Any, width: Any, total: Any, other: Any) -> None:
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def add_rows(form: Any, rows: Any, width: Any, total: Any, other: Any, threads: Any) -> None:
     """``total += other``, both ``[rows, width]``."""
     step = width * (2 if form == BFLOAT16 else 4)
-    row, more = np.empty(width, np.float32), np.empty(width, np.float32)
-    for index in range(rows):
-        _read(form, total + index * step, width, row)
-        _read(form, other + index * step, width, more)
-        for i in range(width):
-            row[i] += more[i]
-        _write(form, row, width, total + index * step)
+    for thread in prange(threads):
+        row, more = np.empty(width, np.float32), np.empty(width, np.float32)
+        for index in range(rows * thread // threads, rows * (thread + 1) // threads):
+            _read(form, total + index * step, width, row)
+            _read(form, other + index * step, width, more)
+            for i in range(width):
+                row[i] += more[i]
+            _write(form, row, width, total + index * step)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def gate_rows(form: Any, rows: Any, width: Any, source: Any, target: Any) -> None:
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def gate_rows(form: Any, rows: Any, width: Any, source: Any, target: Any, threads: Any) -> None:
     """``silu(gate)``, rounded, times ``up``: ``source [rows, 2 * width]`` has gates first, ``target`` is ``[rows, width]``."""
     size = 2 if form == BFLOAT16 else 4
-    gate, up, power = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    scale = np.empty(width, np.float32)
-    scale_words = scale.view(np.uint32)
-    for index in range(rows):
-        place = source + index * 2 * width * size
-        _read(form, place, width, gate)
-        _read(form, place + width * size, width, up)
-        for i in range(width):  # exp(-gate) is power * scale, and infinite or 0 at the ends
-            x = min(max(-gate[i] * _LOG2_E, _LOW), _HIGH)
-            shifted = x + _SHIFT
-            r = x - (shifted - _SHIFT)
-            scale[i] = shifted
-            power[i] = ((((((_P6 * r + _P5) * r + _P4) * r + _P3) * r + _P2) * r) + _P1) * r + _ONE
-        for i in range(width):
-            scale_words[i] <<= np.uint32(23)
-        for i in range(width):
-            gate[i] /= _ONE + power[i] * scale[i]
-        _round(form, gate, width)
-        for i in range(width):
-            gate[i] *= up[i]
-        _write(form, gate, width, target + index * width * size)
+    for thread in prange(threads):
+        gate, up, power = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+        scale = np.empty(width, np.float32)
+        scale_words = scale.view(np.uint32)
+        for index in range(rows * thread // threads, rows * (thread + 1) // threads):
+            place = source + index * 2 * width * size
+            _read(form, place, width, gate)
+            _read(form, place + width * size, width, up)
+            for i in range(width):  # exp(-gate) is power * scale, and infinite or 0 at the ends
+                x = min(max(-gate[i] * _LOG2_E, _LOW), _HIGH)
+                shifted = x + _SHIFT
+                r = x - (shifted - _SHIFT)
+                scale[i] = shifted
+                power[i] = ((((((_P6 * r + _P5) * r + _P4) * r + _P3) * r + _P2) * r) + _P1) * r + _ONE
+            for i in range(width):
+                scale_words[i] <<= np.uint32(23)
+            for i in range(width):
+                gate[i] /= _ONE + power[i] * scale[i]
+            _round(form, gate, width)
+            for i in range(width):
+                gate[i] *= up[i]
+            _write(form, gate, width, target + index * width * size)
 
 
 @njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -177,8 +188,10 @@ def _rotate(form: Any, row: Any, width: Any, cos: Any, sin: Any, turned: Any) ->
         turned[i] += row[i]
 
 
-@njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def rotate_rows(form: Any, rows: Any, sizes: Any, angles: Any, norms: Any, eps: Any, source: Any, targets: Any) -> None:
+@njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def rotate_rows(
+    form: Any, rows: Any, sizes: Any, angles: Any, norms: Any, eps: Any, source: Any, targets: Any, threads: Any
+) -> None:
     """Queries, keys and values of ``source [rows, (heads + 2 * kv_heads) * width]`` apart; the first two rotated.
 
     ``sizes`` are ``(heads, kv_heads, width)``, ``angles`` the addresses of cosines and sines ``[rows, width]``, ``targets``
@@ -187,27 +200,28 @@ def rotate_rows(form: Any, rows: Any, sizes: Any, angles: Any, norms: Any, eps: 
     """
     (heads, kv_heads, width), size = sizes, 2 if form == BFLOAT16 else 4
     line = width * size
-    row, turned = np.empty(width, np.float32), np.empty(width, np.float32)
-    cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
-    query_weight, key_weight = np.empty(width, np.float32), np.empty(width, np.float32)
-    if norms[0] != 0:
-        _read(form, norms[0], width, query_weight)
-        _read(form, norms[1], width, key_weight)
-    for index in range(rows):
-        _read(form, angles[0] + index * line, width, cos)
-        _read(form, angles[1] + index * line, width, sin)
-        place = source + index * (heads + 2 * kv_heads) * line
-        for head in range(heads + kv_heads):
-            _read(form, place + head * line, width, row)
-            if norms[0] != 0:
-                _normalise(form, row, width, eps, query_weight if head < heads else key_weight)
-                _round(form, row, width)
-            _rotate(form, row, width, cos, sin, turned)
-            if head < heads:
-                _write(form, turned, width, targets[0] + (index * heads + head) * line)
-            else:
-                _write(form, turned, width, targets[1] + (index * kv_heads + head - heads) * line)
-        values = carray(as_pointer(place + (heads + kv_heads) * line), kv_heads * line, np.uint8)
-        copies = carray(as_pointer(targets[2] + index * kv_heads * line), kv_heads * line, np.uint8)
-        for i in range(kv_heads * line):
-            copies[i] = values[i]
+    for thread in prange(threads):
+        row, turned = np.empty(width, np.float32), np.empty(width, np.float32)
+        cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
+        query_weight, key_weight = np.empty(width, np.float32), np.empty(width, np.float32)
+        if norms[0] != 0:
+            _read(form, norms[0], width, query_weight)
+            _read(form, norms[1], width, key_weight)
+        for index in range(rows * thread // threads, rows * (thread + 1) // threads):
+            _read(form, angles[0] + index * line, width, cos)
+            _read(form, angles[1] + index * line, width, sin)
+            place = source + index * (heads + 2 * kv_heads) * line
+            for head in range(heads + kv_heads):
+                _read(form, place + head * line, width, row)
+                if norms[0] != 0:
+                    _normalise(form, row, width, eps, query_weight if head < heads else key_weight)
+                    _round(form, row, width)
+                _rotate(form, row, width, cos, sin, turned)
+                if head < heads:
+                    _write(form, turned, width, targets[0] + (index * heads + head) * line)
+                else:
+                    _write(form, turned, width, targets[1] + (index * kv_heads + head - heads) * line)
+            values = carray(as_pointer(place + (heads + kv_heads) * line), kv_heads * line, np.uint8)
+            copies = carray(as_pointer(targets[2] + index * kv_heads * line), kv_heads * line, np.uint8)
+            for i in range(kv_heads * line):
+                copies[i] = values[i]
