@@ -134,7 +134,8 @@ def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype) -> Non
     cos, sin = (drawn(130, 20, dtype=dtype, seed=seed) for seed in (2, 3))
     turned = rotate(rows, cos, sin, 4)
     for index in (0, 1, 64, 129):
-        alone = rotate(*(part[index : index + 1].contiguous() for part in (rows, cos, sin)), 4)
+        row, own_cos, own_sin = (part[index : index + 1].contiguous() for part in (rows, cos, sin))
+        alone = rotate(row, own_cos, own_sin, 4)
         assert all(torch.equal(one[0], many[index]) for one, many in zip(alone, turned, strict=True))
 
 

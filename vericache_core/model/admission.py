@@ -47,7 +47,7 @@ def other_shapes(rows: int) -> list[int]:
 
     Where rows are not free (no matrix unit) a step should not pad much; a power of two above the rows may double its products.
     """
-    return sorted({max(2, rows * quarters // 4) for quarters in (1, 2, 3, 6, 8, 10, 12, 16)} - {rows})
+    return sorted({max(2, rows * quarters // 4) for quarters in (1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 14, 16)} - {rows})
 
 
 def admit(

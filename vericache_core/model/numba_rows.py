@@ -33,7 +33,8 @@ _LOW, _HIGH = np.float32(-127.0), np.float32(128.0)
 
 def threads_for(rows: int) -> int:
     """Threads among which the rows of a step are shared out."""
-    return max(1, min(get_num_threads(), rows // ROWS_PER_THREAD))
+    threads: int = get_num_threads()
+    return max(1, min(threads, rows // ROWS_PER_THREAD))
 
 
 @njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
