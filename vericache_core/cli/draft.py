@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.engine_args import add_engine_arguments, registry_from_args, resolve_from_args, tell_what_is_idle
+from vericache_core.cli.idle import IdleFlags, refuse_idle
 from vericache_core.cli.metrics_args import add_metrics_argument, metrics_service, show_engine
 from vericache_core.cli.output import note, print_json
-from vericache_core.cli.sampling_args import add_sampling_arguments, params_from_args
+from vericache_core.cli.sampling_args import SAMPLING, add_sampling_arguments, params_from_args
 from vericache_core.config import EngineConfig, replace
 from vericache_core.errors import PromptError, UsageError, VeriCacheError
 from vericache_core.remote import require_grpc
@@ -34,6 +35,7 @@ _ALIASES: Final = {
     "server_ca": "remote_ca",
 }
 """Names that ``store serve`` has too, and the settings that they stand for on this side."""
+_IDLE: Final = (IdleFlags(("file", *SAMPLING), lambda args: args.check, "--check writes nothing"),)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +70,12 @@ def run(args: argparse.Namespace) -> int:
     alone = bool(args.prompts or args.check)
     _check_numbers(args, alone=alone)
     args.full_kv = args.full_kv or "remote"
-    config = config_from_args(args)
+    resolved = resolve_from_args(args)
+    config = resolved.config
     registry = registry_from_args(args, config)
     if config.full_kv != "remote" or config.remote is None:
         raise UsageError("drafting needs a store", hint="--remote HOST:PORT")
+    tell_what_is_idle(resolved, fixed=True)
     params = params_from_args(args)
     shared = _shared(args.file)
     if config.compressor is None and config.remote_mode not in {"remote", "fetch", "local"}:
@@ -100,6 +104,9 @@ def _check_numbers(args: argparse.Namespace, *, alone: bool) -> None:
     """UsageError for what cannot be meant, before anybody is talked to; ``alone`` is without lines of standard input."""
     from vericache_core.service.http import split_address
 
+    if args.check and args.prompts:
+        raise UsageError("--check writes nothing, and takes no PROMPT")
+    refuse_idle(args, add_arguments, _IDLE)
     for flag in ("metrics", "grace"):
         if alone and getattr(args, flag) is not None:
             raise UsageError(f"--{flag} is for requests on standard input", hint="give no PROMPT and no --check")

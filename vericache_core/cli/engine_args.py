@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vericache_core.cli.output import note
@@ -113,14 +113,23 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
 
 def tell_what_is_idle(resolved: ResolvedConfig, *, fixed: bool) -> None:
     """Warn of settings that somebody gave and that do nothing; with ``fixed`` no request names a compressor of its own."""
-    for name, because in idle_settings(resolved, fixed=fixed).items():
+    tell_idle(resolved, idle_settings(resolved, fixed=fixed))
+
+
+def tell_idle(resolved: ResolvedConfig, idle: Mapping[str, str]) -> None:
+    """Warn of settings that do nothing, and say why, and where they were given."""
+    for name, because in idle.items():
         note(f"warning: {name} ({resolved.sources[name]}) has no effect: {because}")
 
 
 def idle_settings(resolved: ResolvedConfig, *, fixed: bool) -> dict[str, str]:
     """Settings that somebody gave and that do nothing, and why."""
-    given = [name for name in resolved.sources if getattr(resolved.config, name) not in (None, (), {})]
-    return without_effect(resolved.config, given, fixed=fixed)
+    return without_effect(resolved.config, given_settings(resolved), fixed=fixed)
+
+
+def given_settings(resolved: ResolvedConfig) -> list[str]:
+    """Settings that somebody gave, and not to say that there is to be nothing."""
+    return [name for name in resolved.sources if getattr(resolved.config, name) not in (None, (), {})]
 
 
 def registry_from_args(args: argparse.Namespace, config: EngineConfig) -> Registry:

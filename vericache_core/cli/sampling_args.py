@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from vericache_core.runtime.sampling_params import SamplingParams
@@ -22,6 +22,8 @@ _ARGUMENTS = {
     "no_repeat_ngram": "forbid repeating N-grams [0]",
     "logprobs": "report so many log probabilities per token [off]",
 }
+SAMPLING: Final = (*_ARGUMENTS, "stop", "ignore_eos")
+"""Names of all of them in parsed arguments."""
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,5 +39,5 @@ def params_from_args(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters of a parsed command line; ConfigError for bad values."""
     from vericache_core.runtime.sampling_params import SamplingParams
 
-    given: dict[str, Any] = {name: getattr(args, name) for name in (*_ARGUMENTS, "stop", "ignore_eos")}
+    given: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING}
     return SamplingParams.from_mapping({name: value for name, value in given.items() if value is not None}, text=True)

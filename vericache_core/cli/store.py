@@ -8,12 +8,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vericache_core.cli.engine_args import add_engine_arguments, config_from_args, registry_from_args
+from vericache_core.cli.engine_args import (
+    add_engine_arguments,
+    given_settings,
+    registry_from_args,
+    resolve_from_args,
+    tell_idle,
+)
+from vericache_core.cli.idle import IdleFlags, refuse_idle
 from vericache_core.cli.metrics_args import add_metrics_argument, metrics_service, show_engine
 from vericache_core.cli.output import note
-from vericache_core.errors import ConfigError, PromptError, UsageError
+from vericache_core.errors import ConfigError, PromptError, RemoteError, UsageError
 from vericache_core.remote import require_grpc
 from vericache_core.remote.limits import Limits
+from vericache_core.remote.settings import idle_in_a_store, of_a_store
 
 if TYPE_CHECKING:
     from vericache_core.engine import Engine
@@ -22,12 +30,22 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = "vericache.store.serve/1"
 _GIB: Final = 1 << 30
+_LOOK: Final = 0.5
+"""Seconds between two looks whether the verifier lives."""
+_IDLE: Final = (
+    IdleFlags(("insecure",), lambda args: args.token_file, "with --token-file callers say who they are"),
+    IdleFlags(("insecure",), lambda args: args.client_ca, "with --client-ca callers say who they are"),
+    IdleFlags(("plaintext",), lambda args: args.tls_cert, "with --tls-cert the link has TLS"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare ``serve``: where to listen, who may come, what is taken on, and the engine's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="{serve}", required=True)
-    serve = actions.add_parser("serve", help="serve drafters until SIGTERM")
+    _add_serve_arguments(actions.add_parser("serve", help="serve drafters until SIGTERM"))
+
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--listen", default="127.0.0.1:7431", metavar="HOST:PORT", help="[%(default)s]; port 0 takes a free one")
     access = serve.add_argument_group("access", "a token file or a client CA is needed, except with --insecure")
     access.add_argument("--token-file", metavar="FILE", help="lines TENANT:TOKEN or TOKEN; one tenant sees nothing of another")
@@ -63,10 +81,12 @@ def run(args: argparse.Namespace) -> int:
     _check_numbers(args)
     if args.full_kv == "remote" or args.remote is not None:
         raise _no_store_of_its_own()
-    config = config_from_args(args)
-    registry = registry_from_args(args, config)
-    if config.full_kv == "remote":
+    resolved = resolve_from_args(args)
+    if resolved.config.full_kv == "remote":
         raise _no_store_of_its_own()
+    tell_idle(resolved, idle_in_a_store(resolved.config, given_settings(resolved)))
+    config = of_a_store(resolved.config)
+    registry = registry_from_args(args, config)
     if config.compressor is not None:
         registry.create(config.compressor, config.compressor_options())
     prefixes = [(name, _read_prefix(name)) for name in args.prefix or []]
@@ -107,12 +127,20 @@ def _serve(args: argparse.Namespace, server: StoreServer, service: Service | Non
         server.start()
         host = args.listen.rpartition(":")[0]
         if service is not None:
+            service.watch(lambda: server.verifier.failed)
             show_engine(service, server.verifier.engine)
         if args.json:
             print(json.dumps({"schema": SCHEMA, "listen": f"{host}:{server.port}", "facts": server.facts}), flush=True)
         note(f"serving {args.model} on {host}:{server.port}")
-        drain.wait()
+        while not (drain.wait(_LOOK) or server.verifier.failed):
+            pass
         server.stop(args.grace)  # in here, where a second signal ends the process at once
+        if server.verifier.failed:
+            raise RemoteError(
+                "the verifier of the store has ended by a fault of its own",
+                cause="the log has its traceback",
+                hint="start the store again; drafters go on without it",
+            )
 
 
 def _no_store_of_its_own() -> ConfigError:
@@ -128,6 +156,7 @@ def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
     from vericache_core.service.access import is_loopback, read_tokens
 
     near = is_loopback(args.listen)
+    refuse_idle(args, _add_serve_arguments, _IDLE)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together")
     if args.client_ca is not None and args.tls_cert is None:

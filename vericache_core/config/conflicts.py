@@ -159,7 +159,12 @@ _OF_THE_LINK: Final = (
 IDLE: Final = (
     Idle(_OF_COMPRESSION, lambda u: u.config.mode == "plain" and not u.serves, "mode=plain drafts nothing"),
     Idle(("fold",), lambda u: u.config.mode == "plain", "mode=plain drafts nothing"),
-    Idle((*_OF_COMPRESSION, "fold"), lambda u: u.remote and not u.drafts, "remote_mode={c.remote_mode} drafts nothing"),
+    Idle(
+        ("compressor", "keep", "keep_tokens", "options"),
+        lambda u: u.remote and not u.drafts,
+        "remote_mode={c.remote_mode} drafts nothing",
+    ),
+    Idle(("fold", "on_compressor_error"), lambda u: u.remote, "the store compresses, and here the tail stays exact"),
     Idle(
         ("mode", "fold", "on_compressor_error", "require_conformant", "audit_every"),
         lambda u: not u.remote and u.fixed and u.config.compressor is None,

@@ -82,8 +82,14 @@ class Verifier:
         self._preparations = Preparations(engine, self.shelf, limits.sessions)
         self._audit = TwinAudit(engine)
         self._by_request: dict[int, Session] = {}
+        self._in_order = False
         self._thread = threading.Thread(target=self._run, name="vericache-verifier", daemon=True)
         self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread has ended without being told to, so that every question has an error for an answer."""
+        return not self._thread.is_alive() and not self._in_order
 
     # -- called from other threads -------------------------------------------------------------------
 
@@ -150,6 +156,7 @@ class Verifier:
                 end.callback(self._drop_all, RemoteError("the store is closing"))
                 end.callback(self._commands.closing.set)
                 self._work()
+            self._in_order = True
         except Exception:
             log.exception("the verifier of the store failed, and has ended")
 

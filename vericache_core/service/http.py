@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -33,7 +34,7 @@ class Service:
         metrics: to show.
 
     Attributes:
-        state: begins as ``loading``; :meth:`ready` ends that, `draining` sets ``draining``.
+        state: begins as ``loading``; :meth:`ready` ends that, `draining` sets ``draining``, what is watched ``failed``.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -42,6 +43,7 @@ class Service:
     def __init__(self, host: str, port: int, metrics: Metrics | None = None) -> None:
         self.metrics = metrics
         self._state: State = "loading"
+        self._failed: Callable[[], bool] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         try:
@@ -57,7 +59,7 @@ class Service:
 
     @property
     def state(self) -> State:
-        return self._state
+        return "failed" if self._failed is not None and self._failed() else self._state
 
     @state.setter
     def state(self, state: State) -> None:
@@ -69,6 +71,10 @@ class Service:
         with self._lock:
             if self._state == "loading":
                 self._state = "ready"
+
+    def watch(self, failed: Callable[[], bool]) -> None:
+        """Ask ``failed`` with every question from now on: what ended without a word cannot say so itself."""
+        self._failed = failed
 
     def start(self) -> None:
         """Answer from now on."""

@@ -32,7 +32,7 @@ PROMPTS = [tiny.prompt(90, seed=1), tiny.prompt(64, seed=2)]
 class PlainVerifier:
     """Full forwards of transformers; ``ties`` are positions whose two best scores it reports as equal."""
 
-    max_model_len = 512
+    max_model_len, vocab_size = 512, tiny.VOCAB
 
     def __init__(self, folder: Path, ties: Sequence[int] = ()) -> None:
         self.model, self.ties, self.asked = AutoModelForCausalLM.from_pretrained(folder).eval(), set(ties), 0
@@ -82,29 +82,15 @@ def test_judge_refuses_nonsense(bad: TopTwo) -> None:
         judge([], (1,), bonus=9)
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [
-        {"accepted": 3, "token": 1, "margins": [], "cached": 0, "reruns": 0},
-        {"accepted": -1, "token": 1, "margins": [], "cached": 0, "reruns": 0},
-        {"accepted": 1, "margins": [], "cached": 0, "reruns": 0},
-        {"accepted": 1, "token": "x", "margins": [], "cached": 0, "reruns": 0},
-        None,
-    ],
-)
-def test_the_client_takes_no_verdict_on_trust(wire: Any) -> None:
-    with pytest.raises(RemoteError):
-        client._verdict(Check([1], [2, 3]), wire)
-
-
-@pytest.mark.parametrize("facts", [{"protocol": 1}, {"protocol": 1, "max_model_len": "x"}])
-def test_a_server_has_to_say_its_limit(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changed", [{"max_model_len": None}, {"max_model_len": "x"}, {"vocab_size": 1.5}])
+def test_a_server_has_to_say_its_limits(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    facts = {"protocol": 1, "max_model_len": 512, "vocab_size": 100, **changed}
     monkeypatch.setattr(client.HttpVerifier, "_ask", lambda *_: facts)
     with pytest.raises(RemoteError, match="how long"):
-        client.HttpVerifier("http://h", "token")
+        client.HttpVerifier("https://h", "token")
     monkeypatch.setattr(client.HttpVerifier, "_ask", lambda *_: {**facts, "protocol": 2})
     with pytest.raises(ConfigError, match="protocol 2"):
-        client.HttpVerifier("http://h", "token")
+        client.HttpVerifier("https://h", "token")
 
 
 # -- the loop -----------------------------------------------------------------------------------------
@@ -199,6 +185,30 @@ def test_a_drafter_that_fails_costs_speed_only(model: Path, reference: list[list
     assert output.token_ids == reference[0]
     assert output.degraded is not None
     assert str(error.args[0]) in output.degraded
+
+
+class Careless:
+    """A drafter that proposes ``tokens``, whatever it is asked for."""
+
+    def __init__(self, tokens: Sequence[Any]) -> None:
+        self.tokens = tokens
+
+    def open(self, prompt: Sequence[int]) -> Careless:
+        return self
+
+    def propose(self, committed: Sequence[int], count: int) -> list[int]:
+        return list(self.tokens)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("tokens", [[5, tiny.VOCAB], [-1], [5] * 6, [1.0], [True], ["5"]])
+def test_proposals_that_are_none_are_not_sent(model: Path, reference: list[list[int]], tokens: list[Any]) -> None:
+    """A verifier would refuse the request for them, and with it what stands."""
+    output = generate(PROMPTS[:1], 40, PlainVerifier(model), Careless(tokens), window=5)[0]
+    assert output.token_ids == reference[0]
+    assert "the drafter proposed" in str(output.degraded)
+    assert output.drafted == 0
 
 
 def test_prompts_are_checked_first(model: Path) -> None:

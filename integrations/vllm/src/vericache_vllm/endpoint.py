@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import os
 import uuid
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vericache_core.errors import ConfigError, RemoteError
 from vericache_vllm.compat import require_compatible
 from vericache_vllm.offline import covered, verdict_of, verification_params
-from vericache_vllm.verdict import PATH, PROTOCOL, Check, Verdict
+from vericache_vllm.verdict import MOST_BYTES, PATH, PROTOCOL, Check, Verdict
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -54,11 +55,13 @@ async def describe(raw: Request, authorization: Annotated[str | None, Header()] 
     return {"protocol": PROTOCOL, "max_model_len": state.max_model_len, "vocab_size": state.vocab_size, "model": state.model}
 
 
-async def verify(body: WireChecks, raw: Request, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
-    """Verdicts in the order of the checks."""
+async def verify(raw: Request, authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
+    """Verdicts in the order of the checks.
+
+    The body is no parameter: FastAPI would read all of it, from anybody, before a line of ours.
+    """
     state = _admitted(raw, authorization)
-    if body.protocol != PROTOCOL:
-        raise HTTPException(400, f"this server speaks protocol {PROTOCOL}, not {body.protocol}")
+    body = _checks_of(await _read(raw))
     checks = [Check(tuple(check.verified), tuple(check.drafts)) for check in body.checks]
     for check in checks:
         length = len(check.verified) + len(check.drafts)
@@ -71,6 +74,29 @@ async def verify(body: WireChecks, raw: Request, authorization: Annotated[str | 
     except RemoteError as error:
         raise HTTPException(502, str(error)) from error
     return {"protocol": PROTOCOL, "verdicts": [_wire(verdict) for verdict in verdicts]}
+
+
+async def _read(raw: Request) -> bytes:
+    """The body, if it is not too long."""
+    parts, size = [], 0
+    async for part in raw.stream():
+        size += len(part)
+        if size > MOST_BYTES:
+            raise HTTPException(413, f"a message has at most {MOST_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _checks_of(raw: bytes) -> WireChecks:
+    """What a body asks for; another protocol is refused as that, whatever its fields are."""
+    try:
+        found = json.loads(raw)
+        if isinstance(found, dict) and found.get("protocol") != PROTOCOL:
+            raise HTTPException(400, f"this server speaks protocol {PROTOCOL}, not {found.get('protocol')!r:.20}")
+        return WireChecks.model_validate(found)
+    except (ValueError, RecursionError) as error:  # of pydantic, too
+        cause = str(error.errors(include_input=False)) if isinstance(error, ValidationError) else str(error)
+        raise HTTPException(422, f"the message makes no sense: {cause[:500]}") from error
 
 
 def _wire(verdict: Verdict) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vericache_core.errors import PromptError, RemoteError, VeriCacheError
+from vericache_core.runtime.choose import Choice
+from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.request import describe
+from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_vllm.drafter import Drafter, DraftSession
 from vericache_vllm.verdict import Check, Verdict, Verifier
 
@@ -51,9 +55,10 @@ class Generated:
 class _Live:
     """A request under way."""
 
-    def __init__(self, prompt: Sequence[int], limit: int) -> None:
-        self.prompt, self.limit, self.done = tuple(prompt), limit, limit == 0
-        self.output = Generated()
+    def __init__(self, prompt: Sequence[int], limit: int, ends: Collection[int]) -> None:
+        self.prompt, self.limit = tuple(prompt), limit
+        self.buffer = OutputBuffer(SamplingParams(max_new_tokens=limit, stop_token_ids=tuple(ends), ignore_eos=True), ())
+        self.output = Generated(self.buffer.token_ids)
         self.session: DraftSession | None = None
         self.drafts: list[int] = []
         self.tied = False
@@ -72,7 +77,7 @@ class _Live:
             self.session.close()
             self.session = None
 
-    def take(self, verdict: Verdict, ends: Collection[int]) -> None:
+    def take(self, verdict: Verdict) -> None:
         output, sent = self.output, len(self.drafts)
         output.prompted += len(self.prompt) + len(output.token_ids) + sent
         output.cached += verdict.cached
@@ -90,12 +95,9 @@ class _Live:
             if not sent:
                 raise RemoteError("the verifier left a request without drafts undecided")
         for token in agreed if verdict.token is None else [*agreed, verdict.token]:
-            output.token_ids.append(token)
-            if token in ends:
-                output.finish_reason, self.done = "stop", True
-            elif len(output.token_ids) == self.limit:
-                self.done = True
-            if self.done:
+            reason = self.buffer.commit(Choice(token, math.inf))
+            if reason is not None:
+                output.finish_reason = reason
                 return
 
 
@@ -129,20 +131,20 @@ def generate(
                 f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
                 f"verifier's {verifier.max_model_len}"
             )
-    live = [_Live(prompt, max_new_tokens) for prompt in prompts]
+    live = [_Live(prompt, max_new_tokens, ends) for prompt in prompts]
     try:
-        while running := [request for request in live if not request.done]:
+        while running := [request for request in live if not request.buffer.finished]:
             for request in running:
-                _draft(request, drafter, window)
+                _draft(request, drafter, window, verifier.vocab_size)
             for request, verdict in zip(running, verifier.verify([r.check() for r in running]), strict=True):
-                request.take(verdict, ends)
+                request.take(verdict)
         return [request.output for request in live]
     finally:
         for request in live:
             request.close()
 
 
-def _draft(request: _Live, drafter: Drafter | None, window: int) -> None:
+def _draft(request: _Live, drafter: Drafter | None, window: int, vocab_size: int) -> None:
     committed = request.output.token_ids
     # The bonus token of a verification is free: the last token needs no draft.
     count = min(window, request.limit - len(committed) - 1)
@@ -151,6 +153,14 @@ def _draft(request: _Live, drafter: Drafter | None, window: int) -> None:
     try:
         if request.session is None:
             request.session = drafter.open(request.prompt)
-        request.drafts = request.session.propose(committed, count)
+        request.drafts = _proposals(request.session.propose(committed, count), count, vocab_size)
     except Exception as error:  # noqa: BLE001 (whatever a drafter raises costs speed, never tokens)
         request.degrade(str(error) if isinstance(error, VeriCacheError) else describe(error))
+
+
+def _proposals(drafts: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """``drafts`` if they are what was asked for: a verifier refuses the request for others, and with it what stands."""
+    if len(drafts) > count or not all(type(token) is int and 0 <= token < vocab_size for token in drafts):
+        due = f"at most {count} token ids below {vocab_size} were due"
+        raise VeriCacheError(f"the drafter proposed {str(list(drafts))[:100]}", cause=due)
+    return list(drafts)

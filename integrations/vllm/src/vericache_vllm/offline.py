@@ -68,6 +68,7 @@ class OfflineVerifier:
         require_compatible("verifier")
         self.llm, self.salt = llm, salt
         self.max_model_len = int(llm.model_config.max_model_len)
+        self.vocab_size = int(llm.model_config.get_vocab_size())
 
     def verify(self, checks: Sequence[Check]) -> list[Verdict]:
         outputs = self._run(checks, use_cache=True)

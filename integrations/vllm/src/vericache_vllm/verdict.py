@@ -20,6 +20,8 @@ PROTOCOL = 1
 """Version of the messages over HTTP; another one is refused."""
 PATH = "/vericache/verify"
 """Route over HTTP."""
+MOST_BYTES = 1 << 24
+"""A message over HTTP that is longer than this is refused before it is read whole, in either direction."""
 TopTwo = tuple[tuple[int, float], tuple[int, float]]
 """``((best id, log-probability), (second id, log-probability))`` of one row."""
 
@@ -58,6 +60,10 @@ class Verifier(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, the sampled one included."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
 
     def verify(self, checks: Sequence[Check]) -> list[Verdict]:
         """Verdicts in the order of ``checks``.
