@@ -13,7 +13,7 @@ import pytest
 
 from tests.remote.stores import store, store_engine
 from tests.remote.test_process import FAST, folder
-from vericache_core.cli import store as command
+from vericache_core.cli import metrics_args
 from vericache_core.cli.main import main
 from vericache_core.errors import RemoteError
 from vericache_core.remote.prepare import Ask
@@ -90,7 +90,7 @@ def test_the_process_of_such_a_store_ends_with_an_error(
     said: list[list[tuple[int, str]]] = []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    real_show, real_stop = command.show_engine, StoreServer.stop
+    real_show, real_stop = metrics_args.show_engine, StoreServer.stop
 
     def show(*arguments: Any) -> None:
         real_show(*arguments)
@@ -101,7 +101,7 @@ def test_the_process_of_such_a_store_ends_with_an_error(
         said.append(health(port))
         real_stop(server, grace)
 
-    monkeypatch.setattr(command, "show_engine", show)
+    monkeypatch.setattr("vericache_core.cli.store.show_engine", show)
     monkeypatch.setattr(StoreServer, "stop", stop)
     argv = ["store", "serve", "-m", str(folder), *FAST, "--full-kv", "device", "--insecure", "--listen", "127.0.0.1:0"]
     assert main([*argv, "--metrics", f"127.0.0.1:{port}"]) == 1

@@ -33,7 +33,7 @@ def test_the_home_dies_in_the_middle(model: Path, redis: str | None, folder: Pat
     before: list[list[int]] = []
 
     class Dying:
-        max_model_len = verifier.max_model_len
+        max_model_len, vocab_size = verifier.max_model_len, verifier.vocab_size
 
         def verify(self, checks: Sequence[Check]) -> list[Verdict]:
             if len(served) == DEATH:
