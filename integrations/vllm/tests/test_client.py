@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import types
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -232,6 +233,15 @@ class Door:
 
         asyncio.run(self.app(scope, receive, send))
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+@pytest.mark.parametrize("token", [None, "", "fifteen letters"])
+def test_a_route_that_anybody_could_guess_is_not_offered(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERICACHE_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("VERICACHE_TOKEN", token)
+    with pytest.raises(ConfigError, match="VERICACHE_TOKEN"):
+        asyncio.run(endpoint.VeriCacheEndpoint().init_state(None, None, Namespace()))
 
 
 def test_nothing_is_read_from_strangers() -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 MOST_CHECKS = 256
+SHORTEST_TOKEN = 16
+"""Characters, as of tokens of a store."""
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -160,8 +162,11 @@ class VeriCacheEndpoint:
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
         token = os.environ.get("VERICACHE_TOKEN", "")
-        if not token:
-            raise ConfigError("the verify route has no token", hint="set VERICACHE_TOKEN to a long random text")
+        if len(token) < SHORTEST_TOKEN:
+            raise ConfigError(
+                f"the verify route has a token of {len(token)} characters",
+                hint=f"set VERICACHE_TOKEN to a random text of at least {SHORTEST_TOKEN}: openssl rand -hex 32",
+            )
         if engine_client is None:
             raise ConfigError("the verify route needs an engine, and this server has none")
         state.vericache = _State(engine_client, token)
