@@ -18,6 +18,7 @@ from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vericache_core.errors import ConfigError, RemoteError
+from vericache_core.service.access import SHORTEST
 from vericache_vllm.compat import require_compatible
 from vericache_vllm.offline import covered, verdict_of, verification_params
 from vericache_vllm.verdict import MOST_BYTES, PATH, PROTOCOL, Check, Verdict
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 MOST_CHECKS = 256
-SHORTEST_TOKEN = 16
-"""Characters, as of tokens of a store."""
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -162,10 +161,10 @@ class VeriCacheEndpoint:
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
         token = os.environ.get("VERICACHE_TOKEN", "")
-        if len(token) < SHORTEST_TOKEN:
+        if len(token) < SHORTEST:
             raise ConfigError(
                 f"the verify route has a token of {len(token)} characters",
-                hint=f"set VERICACHE_TOKEN to a random text of at least {SHORTEST_TOKEN}: openssl rand -hex 32",
+                hint=f"set VERICACHE_TOKEN to a random text of at least {SHORTEST}: openssl rand -hex 32",
             )
         if engine_client is None:
             raise ConfigError("the verify route needs an engine, and this server has none")
