@@ -83,15 +83,14 @@ class Compression:
     def observe(self, segment: Segment[Request], layer: int, queries: Tensor, keys: Tensor) -> None:
         """See a block of authoritative rows: ``queries [count, heads, head_dim]``, ``keys [count, kv_heads, head_dim]``.
 
-        Raises:
-            SwapError: earlier keys are wanted and cannot be read.
+        Called while the step has the pages of ``layer`` in hand: earlier keys are read there, not swapped in once more.
         """
         seen = self._observations.get(segment.request.number)
         if seen is None or segment.request.draft is not None:
             return
         everything = None
         if seen.needs.attention_mass and self.adapter.layers[layer].sliding_window is None:  # windows let old keys go
-            past = segment.request.full.read(layer, 0, segment.want.position)[0]
+            past = segment.request.full.pages(layer).rows(0, segment.want.position)[0]
             everything = torch.cat([past, keys.transpose(0, 1)], 1)
         seen.add(self.adapter.layers[layer], segment.want.position, queries, everything)
 

@@ -22,7 +22,7 @@ from vericache_core.runtime.segments import Segment
 AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob], float], Tensor]
 """``(query, keys, values, jobs, scaling)``; see :func:`vericache_core.attention.paged.attend_reference`."""
 Observer = Callable[[Segment[Request], int, Tensor, Tensor], None]
-"""``(segment, layer, queries [count, heads, head_dim], keys [count, kv_heads, head_dim])``."""
+"""``(segment, layer, queries [count, heads, head_dim], keys [count, kv_heads, head_dim])``; the layer's pages are there."""
 
 
 class StepFault(Exception):
@@ -58,11 +58,8 @@ class TileAttention:
             if segment.want.phase == "draft":
                 continue
             mine = slice(segment.first, segment.first + segment.count)
+            self._observe(segment, index, query[mine], key[mine])  # before the layer's pages go back to the ring
             self._finish(segment, index, key[mine], value[mine])
-            try:
-                self._observe(segment, index, query[mine], key[mine])
-            except SwapError as error:
-                raise StepFault(segment.request, error) from error
         return output.to(query.dtype)
 
     def _job(self, segment: Segment[Request], layer: LayerDescriptor) -> AttentionJob:
