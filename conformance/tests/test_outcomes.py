@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vericache_conform.case import Case, attempt
 from vericache_conform.catalogue import find_check
@@ -57,6 +58,15 @@ def test_what_a_check_does_becomes_one_outcome(function: Any, outcome: str, word
     assert words in result.message
     assert result.reproduce == "vericache-conform run mutant:healthy-drop --check X-01"
     assert Result.from_json(result.to_json()) == result
+
+
+def test_what_a_compressor_raises_names_its_own_line_and_not_that_of_a_library(subject: Subject) -> None:
+    source = "import torch\n\ndef score(rows):\n    return torch.cat([rows, rows[0]])\n"
+    mine: dict[str, Any] = {"__name__": "my_package.compressor"}
+    exec(compile(source, "my_package/compressor.py", "exec"), mine)  # stands for an author's module
+    failed = execute(a_check(lambda case: attempt("compress", lambda: mine["score"](torch.zeros(2, 3)))), subject, Settings())
+    assert failed.message.startswith("compress raised RuntimeError: ")
+    assert failed.message.endswith(" (my_package.compressor, line 4, in score)")
 
 
 def test_a_failure_in_a_property_carries_the_smallest_example(subject: Subject) -> None:

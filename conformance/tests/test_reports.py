@@ -16,6 +16,7 @@ from vericache_conform.report.junit import junit_xml
 from vericache_conform.report.markdown import markdown
 from vericache_conform.report.model import Report, read_report, without_times
 from vericache_conform.report.schema import SCHEMAS
+from vericache_conform.report.terminal import print_report
 from vericache_conform.runner import exit_status
 from vericache_core.errors import UsageError
 
@@ -61,6 +62,19 @@ def test_a_report_survives_being_written(good: Report, tmp_path: Path) -> None:
     assert read.level("healthy-drop") == "passed"
     assert "S-01 did not run" in read.short_of_certified("healthy-drop")
     assert read.summary() == "3 passed, 0 failed, 1 skipped"
+
+
+def test_checks_that_fail_at_the_same_line_of_a_compressor_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of("healthy-drop")
+    report.results.clear()
+    for id_, where in (("C-01", "in score"), ("C-02", "in score"), ("C-04", "in extend"), ("C-05", None)):
+        facts = {} if where is None else {"raised": f"ValueError (mine, line 7, {where})"}
+        report.results.append(Result(id_, "healthy-drop", "fail", f"{id_} raised", facts=facts, reproduce="again"))
+    print_report(report)
+    out = capsys.readouterr().out
+    assert "\nFAIL C-02 healthy-drop: ValueError (mine, line 7, in score), as C-01\n" in out
+    assert out.count("reproduce: again") == 3
+    assert "4 failed" in out.splitlines()[-1]
 
 
 def test_the_same_seed_gives_the_same_bytes_but_for_times(good: Report) -> None:

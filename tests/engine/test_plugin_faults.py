@@ -46,6 +46,8 @@ def test_a_fault_drops_its_request_to_plain_decoding(
     assert len(found.metrics.degraded) == 1
     assert "faulty" in caplog.text
     assert "decoding plainly" in caplog.text
+    if fault in ("compress", "observer", "attend", "extend"):  # raised by a line of the plugin, which is named
+        assert "(tests.engine.faulty, line " in found.metrics.degraded[0]
     assert not ours.loop.compression.observed
 
 

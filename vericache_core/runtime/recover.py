@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from vericache_core.blame import raised_at
 from vericache_core.cache.full import FullKV
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.runtime.compress import Compression
@@ -61,7 +62,7 @@ class Recovery:
     def compressor_failed(self, request: Request, where: str, error: Exception) -> None:
         """A compressor raised ``error`` in ``where``: decode plainly from here on, unless it was a tier that failed."""
         name = request.metrics.compressor
-        cause = describe(error.error if isinstance(error, StepFault) else error)
+        cause = describe(error.error if isinstance(error, StepFault) else error) + raised_at(error)
         if isinstance(error, StepFault) and isinstance(error.error, SwapError):
             self.step_failed(error)
             return

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.sources import CodedPart, Turn
+from vericache_core.blame import raised_at
 from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model.adapter import ModelAdapter, layer_index
@@ -154,7 +155,8 @@ class _GuardedTurn:
 
 
 def _fault(request: Request, error: Exception) -> StepFault:
-    return StepFault(request, CompressorFault("a compressor failed while its KV was attended to", cause=describe(error)))
+    cause = describe(error) + raised_at(error)
+    return StepFault(request, CompressorFault("a compressor failed while its KV was attended to", cause=cause))
 
 
 def _shapes(state: AttentionState) -> list[str]:

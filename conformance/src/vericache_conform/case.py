@@ -16,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from vericache_conform.outcome import Example, Failure, Skip
 from vericache_conform.subject import Subject
 from vericache_conform.world import World, layout
+from vericache_core.blame import raised_at
 from vericache_core.chain import ChainCompressor
 from vericache_core.compressor import Compressor
 from vericache_core.context import CompressContext
@@ -35,7 +36,9 @@ def attempt(what: str, action: Callable[[], T]) -> T:
     except (Failure, Skip):
         raise
     except (Exception, SystemExit) as error:
-        raise Failure(f"{what} raised {type(error).__name__}: {error}") from error
+        where = raised_at(error)
+        facts = {"raised": f"{type(error).__name__}{where}"} if where else {}
+        raise Failure(f"{what} raised {type(error).__name__}: {error}{where}", facts=facts) from error
 
 
 def named_values(options: Any) -> dict[str, Any]:

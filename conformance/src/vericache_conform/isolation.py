@@ -19,6 +19,7 @@ from vericache_conform.outcome import Example, Result
 START_ALLOWANCE = 120.0
 """Seconds that a fresh worker may need before its first check starts: importing torch on a busy machine."""
 DEFAULT_MEMORY = 8 << 30
+SLOW = "on a busy machine try --timeout-factor 4"
 
 
 class Worker:
@@ -61,10 +62,10 @@ class Worker:
         """What the worker found when it loaded the subject: ``subject`` and ``expectations``, or a ``problem``."""
         process = self._started()
         try:
-            line = self._lines.get(timeout=START_ALLOWANCE)
+            line = self._lines.get(timeout=START_ALLOWANCE * self.factor)
         except queue.Empty:
             self.close()
-            return {"problem": f"it does not load within {START_ALLOWANCE:g} s"}
+            return {"problem": f"it does not load within {START_ALLOWANCE * self.factor:g} s; {SLOW}"}
         if line is None:
             code = process.wait()
             self.close()
@@ -77,14 +78,16 @@ class Worker:
         """The result of one check, or an error that says how the worker ended."""
         process = self._started()
         try:
-            line = self._lines.get(timeout=START_ALLOWANCE) if self._fresh else b"ready before"
+            line = self._lines.get(timeout=START_ALLOWANCE * self.factor) if self._fresh else b"ready before"
             if line is not None:
                 self._fresh = False
                 self._send({"check": check.id, "only": only})
                 line = self._lines.get(timeout=check.timeout * self.factor)
         except queue.Empty:
             self.close()
-            return self._error(check, f"no answer within {check.timeout * self.factor:g} s: it hangs or is far too slow")
+            return self._error(
+                check, f"no answer within {check.timeout * self.factor:g} s: it hangs or is far too slow; {SLOW}"
+            )
         except BrokenPipeError:
             line = None
         if line is None:

@@ -56,9 +56,16 @@ def one_line(text: str) -> str:
 
 def print_report(report: Report) -> None:
     """The verdict on stdout: details of what is bad, a table, the levels, and the last line."""
+    told: dict[tuple[str, str], str] = {}  # (compressor, what its own line raised) -> the first check that says so
     for result in report.results:
-        if result.bad:
+        if not result.bad:
+            continue
+        raised = result.facts.get("raised")
+        first = told.setdefault((result.subject, raised), result.check) if raised else result.check
+        if first == result.check:
             _details(result)
+        else:
+            print(f"\n{result.outcome.upper()} {result.check} {result.subject}: {raised}, as {first}")
     if color_enabled(sys.stdout):
         _table(report)
     for name in report.subjects:
