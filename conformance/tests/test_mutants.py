@@ -6,10 +6,14 @@ import os
 
 import pytest
 
+from vericache_conform.case import Case
 from vericache_conform.catalogue import all_checks, select
+from vericache_conform.checks.contract_determinism import job, kept_between
 from vericache_conform.execute import Settings, execute
 from vericache_conform.mutants.catalogue import MUTANTS
 from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
+from vericache_conform.mutants.state import LongestSoFar
+from vericache_conform.outcome import Failure
 from vericache_conform.runner import expectations_of
 from vericache_conform.subject import resolve
 
@@ -27,6 +31,15 @@ def test_a_mutant_is_caught_by_the_checks_meant_for_it_and_by_no_other(name: str
     caught = {result.check: result.message for result in results if result.bad}
     assert set(caught) == mutant.caught_by & set(QUICK), caught
     assert not [result for result in results if result.outcome == "skip" and not result.declared]
+
+
+def test_what_has_settled_on_a_class_shows_in_a_process_that_compressed_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the class is set back instead; the slow test starts processes."""
+    case = Case(resolve("mutant:longest-so-far"))
+    monkeypatch.setattr(LongestSoFar, "longest", 0)
+    assert kept_between(case, {}) == [700]
+    assert kept_between(case, {}) == []  # settled, and that is why no other check catches it
+    assert kept_between(Case(resolve("mutant:healthy-drop")), {}) == []
 
 
 def test_whatever_ends_a_process_ends_one_check_only() -> None:
@@ -69,3 +82,12 @@ def test_the_whole_matrix() -> None:
     assert not survivors(rows)
     assert not toothless(rows)
     assert [f"{r.mutant.name}: missed {r.missed}, unrelated {r.unrelated}" for r in rows if not r.good] == []
+
+
+def test_the_example_of_a_failure_is_the_one_that_failed() -> None:
+    """C-07 makes all examples before it judges the first: options that raise must not be blamed on the defaults."""
+    case = Case(resolve("mutant:healthy-quant"))
+    wrong = {"options": {"bits": 3}, "tokens": 40, "grow": 0, "flavour": "normal", "seed": 0}
+    with pytest.raises(Failure) as failed:
+        job(case, wrong)
+    assert failed.value.example == wrong

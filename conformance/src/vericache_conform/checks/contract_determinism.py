@@ -19,7 +19,10 @@ from vericache_conform.world import World
 from vericache_core.kv import CompressedKV
 from vericache_core.plugins.registry import set_default_registry
 
-FIELDS = ("options", "tokens", "grow", "flavour", "seed")
+COMPANY = (11, 700)
+"""Tokens of the prompts that are compressed between two of :data:`ALONE`: a shorter and a longer one."""
+ALONE = 37
+"""Tokens of the prompt that a fresh process compresses before it has seen any other."""
 
 
 def _examples(case: Case) -> list[dict[str, Any]]:
@@ -34,12 +37,21 @@ def _examples(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-def _job(case: Case, example: Mapping[str, Any]) -> tuple[World, CompressedKV]:
-    compressor = case.create(example["options"])
+def job(case: Case, example: Mapping[str, Any]) -> tuple[World, CompressedKV]:
+    """Rows, and what compressing and extending them makes, of one example.
+
+    Raises:
+        Failure: the compressor raised; it carries this example.
+    """
     tokens, grow = int(example["tokens"]), int(example["grow"])
-    world = World(case.layers(example["options"]), tokens + grow, int(example["seed"]), str(example["flavour"]))
-    made = case.compress(compressor, world, tokens)
-    return world, case.extend(compressor, made, world, tokens + grow) if grow else made
+    try:
+        compressor = case.create(example["options"])
+        world = World(case.layers(example["options"]), tokens + grow, int(example["seed"]), str(example["flavour"]))
+        made = case.compress(compressor, world, tokens)
+        return world, case.extend(compressor, made, world, tokens + grow) if grow else made
+    except Failure as failure:  # all examples are made before the first is judged: it must not be taken for another
+        failure.example = example
+        raise
 
 
 def _answers(world: World, compressed: CompressedKV) -> str:
@@ -56,14 +68,34 @@ def _answers(world: World, compressed: CompressedKV) -> str:
     return base64.b64encode(b"".join(parts)).decode()
 
 
-def fingerprints_task(order: Mapping[str, Any]) -> list[dict[str, str]]:
-    """In a fresh process: compress each example anew, and rebuild each payload."""
+def kept_between(case: Case, options: Mapping[str, Any]) -> list[int]:
+    """Tokens of the prompts after which a prompt gives other bytes than before them; each by an instance of its own.
+
+    Only a process that has compressed nothing yet shows it: a mean, a largest or a first value that is kept on a class has
+    settled in one that has run other checks.
+    """
+
+    def made(tokens: int, seed: int) -> str:
+        world = World(case.layers(options), tokens, case.seed + seed)
+        return fingerprint(case.compress(case.create(options), world, tokens))
+
+    first = made(ALONE, 0)
+    changed = []
+    for number, tokens in enumerate(COMPANY, 1):
+        made(tokens, number)
+        if made(ALONE, 0) != first:
+            changed.append(tokens)
+    return changed
+
+
+def fingerprints_task(order: Mapping[str, Any]) -> dict[str, Any]:
+    """In a fresh process: whether one prompt changes the next, each example anew, and each payload rebuilt."""
     torch.set_num_threads(order["threads"])
     case = Case(resolve(order["ref"], order["options"]), seed=order["seed"])
     set_default_registry(case.subject.registry)  # from_payload looks compressors up there
-    found = []
+    changed, found = kept_between(case, order["examples"][0]["options"]), []
     for example, payload in zip(order["examples"], order["payloads"], strict=True):
-        world, made = _job(case, example)
+        world, made = job(case, example)
         entry = {"fresh": fingerprint(made)}
         try:
             restored = CompressedKV.from_payload(base64.b64decode(payload))
@@ -71,17 +103,17 @@ def fingerprints_task(order: Mapping[str, Any]) -> list[dict[str, str]]:
         except Exception as error:  # noqa: BLE001  # worded by the parent
             entry["error"] = f"{type(error).__name__}: {error}"
         found.append(entry)
-    return found
+    return {"changed": changed, "made": found}
 
 
-def _elsewhere(case: Case, examples: Sequence[Mapping[str, Any]], hash_seed: int, threads: int) -> list[dict[str, str]]:
+def _elsewhere(case: Case, examples: Sequence[Mapping[str, Any]], hash_seed: int, threads: int) -> dict[str, Any]:
     """The answers of a fresh process; shared by the checks of one run."""
     key = f"elsewhere/{case.seed}/{hash_seed}/{threads}/{len(examples)}/{examples[0]!r}"
     if key not in case.subject.memo:
-        payloads = [base64.b64encode(_job(case, example)[1].to_payload()).decode() for example in examples]
+        payloads = [base64.b64encode(job(case, example)[1].to_payload()).decode() for example in examples]
         order = {"examples": list(examples), "payloads": payloads, "seed": case.seed}
         case.subject.memo[key] = in_fresh_process(case.subject, "fingerprints", order, hash_seed=hash_seed, threads=threads)
-    found: list[dict[str, str]] = case.subject.memo[key]
+    found: dict[str, Any] = case.subject.memo[key]
     return found
 
 
@@ -91,20 +123,27 @@ def _elsewhere(case: Case, examples: Sequence[Mapping[str, Any]], hash_seed: int
     cost=9.0,
     timeout=300.0,
     rationale="A draft cache that differs from run to run cannot be shared, restored or debugged.",
-    origin="Sets and dicts iterated in hash order; reductions split by thread count.",
-    fix="Iterate in a defined order, use stable_topk, keep reductions of scores in float32 and independent of threads.",
+    origin="Sets and dicts iterated in hash order; reductions split by thread count; a largest score kept on the class.",
+    fix="Iterate in a defined order, use stable_topk, keep reductions of scores in float32 and independent of threads, and "
+    "nothing from one prompt for the next.",
 )
 def same_bytes_everywhere(case: Case) -> Evidence:
     """The same input gives the same bytes in two instances and in two processes with other hash seeds and threads."""
     examples: list[Mapping[str, Any]] = [case.only] if case.only is not None else [*_examples(case)]
-    marks = [fingerprint(_job(case, example)[1]) for example in examples]
+    marks = [fingerprint(job(case, example)[1]) for example in examples]
 
     def body(example: Mapping[str, Any]) -> None:
         number = examples.index(example)
-        if fingerprint(_job(case, example)[1]) != marks[number]:
+        if fingerprint(job(case, example)[1]) != marks[number]:
             raise Failure("two instances give different bytes for the same input")
         for hash_seed, threads in ((1, 1), (2, 2)):
-            if _elsewhere(case, examples, hash_seed, threads)[number]["fresh"] != marks[number]:
+            there = _elsewhere(case, examples, hash_seed, threads)
+            if there["changed"]:
+                raise Failure(
+                    f"in a fresh process a prompt gives other bytes after one of {there['changed'][0]} tokens was compressed: "
+                    "something is kept from one prompt for the next, on the class, in the module or in a cache"
+                )
+            if there["made"][number]["fresh"] != marks[number]:
                 raise Failure(f"a process with hash seed {hash_seed} and {threads} thread(s) gives other bytes than this one")
 
     return Evidence(case.for_each(examples, body))
@@ -127,8 +166,8 @@ def payload_is_self_describing(case: Case) -> Evidence:
 
     def body(example: Mapping[str, Any]) -> None:
         number = examples.index(example)
-        world, made = _job(case, example)
-        there = _elsewhere(case, examples, 1, 1)[number]
+        world, made = job(case, example)
+        there = _elsewhere(case, examples, 1, 1)["made"][number]
         if "error" in there:
             raise Failure(f"the payload cannot be read back: {there['error']}")
         if there["restored"] != fingerprint(made):
@@ -155,7 +194,7 @@ def threads(case: Case) -> Evidence:
         marks = []
         for count in (1, 2):
             torch.set_num_threads(count)
-            marks.append(fingerprint(_job(case, example)[1]))
+            marks.append(fingerprint(job(case, example)[1]))
         if marks[0] != marks[1]:
             raise Failure("one thread and two threads give different bytes")
 

@@ -26,7 +26,8 @@ from vericache_core.kv import CompressedKV
     rationale="How many tokens a verify accepts is chance. If it shows in the compressed bytes, two runs of one prompt draft "
     "differently and nothing can be reproduced or shared.",
     origin="VeloxQuant #86, #163; transformers #34189.",
-    fix="Move boundaries by the number of tokens only (key_boundary, value_boundary); encode whole units.",
+    fix="Move boundaries by the number of tokens only (key_boundary, value_boundary); encode whole units, each by itself: a "
+    "scale over all rows of a call makes later tokens change earlier codes.",
 )
 def chunks(case: Case) -> Evidence:
     """Extend by 1, 2, 7 or all tokens at a time gives the same bytes; for quantizers those of compressing all at once."""

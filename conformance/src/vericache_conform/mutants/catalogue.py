@@ -79,6 +79,7 @@ _ALL: Final = (
     _mutant("inputs", "changes-held", "extend changes what it was given", "C-06", "C-10", "C-15", "C-20"),
     _mutant("state", "hash-order", "iterates over a set of strings", "C-07"),
     _mutant("state", "process-number", "depends on the process", "C-07"),
+    _mutant("state", "longest-so-far", "keeps a largest value on the class", "C-07"),
     _mutant("state", "sees-batch-mates", "normalises with other requests", "C-08"),
     _mutant("state", "forgets-option", "the payload lacks an option", "C-09"),
     _mutant("state", "by-arrival", "boundaries depend on how tokens arrive", "C-10", "C-15"),

@@ -62,6 +62,17 @@ class SeesBatchMates(Drop):
         return score.roll(len(self.alive), -1) if len(self.alive) > 2 else score
 
 
+class LongestSoFar(Drop):
+    """Scores depend on the longest prompt that the process has seen, up to 64 tokens: one check later it has settled."""
+
+    name = "longest-so-far"
+    longest: ClassVar[int] = 0
+
+    def score(self, layer: LayerDescriptor, keys: Tensor, values: Tensor, context: CompressContext) -> Tensor:
+        LongestSoFar.longest = max(LongestSoFar.longest, min(keys.shape[1], 64))
+        return super().score(layer, keys, values, context).roll(LongestSoFar.longest, -1)
+
+
 class TailOnInstance(Quant):
     """Keeps a fact of the last compress on the instance and uses it in extend."""
 
@@ -232,6 +243,7 @@ class Reencodes(Quant):
 
 REMEMBERS_CALLS = spec(RemembersCalls)
 DIRTY_AFTER_ABORT = spec(DirtyAfterAbort)
+LONGEST_SO_FAR = spec(LongestSoFar)
 SEES_BATCH_MATES = spec(SeesBatchMates)
 TAIL_ON_INSTANCE = spec(TailOnInstance)
 RESIDUE_OF_QUESTION = spec(ResidueOfQuestion)
