@@ -16,7 +16,7 @@ from vericache_core.cli.output import show_warnings
 COMMANDS: Final = {
     "generate": "write text with a compressed KV cache, token for token what the full one writes",
     "serve": "answer the OpenAI API with one engine: chats and completions, streamed or whole",
-    "plugins": "list, check and show compressors",
+    "plugins": "list, check and show compressors; begin a new one",
     "config": "show, validate and describe configuration",
     "store": "serve: hold the full KV of shared prefixes and verify what drafters elsewhere propose",
     "draft": "write with the compressed KV of a shared prefix while a store elsewhere verifies",

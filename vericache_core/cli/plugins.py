@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ def _new(name: str, kind: str, folder: str | None, *, as_json: bool) -> int:
         return 0
     for file in files:
         print(target / file)
-    note(f"now: cd {target} && pip install -e . vericache-conform && vericache-conform run {name}")
+    note(f"now: cd {target} && pip install -e . && vericache-conform run {name}")
+    if importlib.util.find_spec("vericache_conform") is None:
+        note("vericache-conform is not installed; in a clone of vericache: pip install -e conformance")
     return 0
 
 
