@@ -113,3 +113,23 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         split_address(text)
+
+
+def test_a_prober_that_does_not_wait_leaves_no_traceback(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is a bug is logged, with its traceback, in the form of all logs."""
+    failures = iter([BrokenPipeError(), ZeroDivisionError("a bug")])
+
+    def breaks(*_: object) -> tuple[int, bytes, str]:
+        raise next(failures)
+
+    with Service("127.0.0.1", 0) as service:
+        monkeypatch.setattr(service, "answer", breaks)
+        for _ in range(2):
+            with pytest.raises(http.client.RemoteDisconnected):
+                ask(service, "/healthz")
+    assert capfd.readouterr() == ("", "")
+    (record,) = [record for record in caplog.records if record.name == "vericache.service"]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ZeroDivisionError)

@@ -95,6 +95,7 @@ def _serve(args: argparse.Namespace, name: str, runner: Runner, server: Server, 
             uvicorn.Config(
                 server.app,
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 lifespan="off",
                 ws="none",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +16,8 @@ from vericache_core.service.metrics import Metrics
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger("vericache.service")
 
 State = Literal["loading", "ready", "draining", "failed"]
 PATIENCE: Final = 10.0
@@ -115,6 +119,13 @@ class _Server(ThreadingHTTPServer):
         self.service = service
         self.address_family = _family(address[0])
         super().__init__(address, _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log what broke a connection; a prober that did not wait for its answer is no news."""
+        gone = isinstance(sys.exc_info()[1], ConnectionError)
+        log.log(
+            logging.DEBUG if gone else logging.ERROR, "a connection broke", extra={"peer": str(client_address)}, exc_info=True
+        )
 
 
 class _Handler(BaseHTTPRequestHandler):
