@@ -256,6 +256,7 @@ def damage(folder: Path, how: str) -> int:
     return len(files)
 
 
+@pytest.mark.fault("flip", "a store under an engine")
 @pytest.mark.parametrize("how", ["payload bit", "header bit", "truncated", "swapped", "empty"])
 def test_a_damaged_store_costs_the_prefix_and_heals(how: str, tmp_path: Path) -> None:
     ids = prompt(300)
@@ -273,6 +274,7 @@ def test_a_damaged_store_costs_the_prefix_and_heals(how: str, tmp_path: Path) ->
     ours.close()
 
 
+@pytest.mark.fault("refused", "a tier that is filled out of a store")
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_tier_that_fails_while_it_is_filled_is_recovered_from(policy: str, tmp_path: Path) -> None:
     ids = prompt(300)

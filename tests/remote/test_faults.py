@@ -219,6 +219,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
         drafter(tmp_path, 1, remote_timeout=TIMEOUT, on_remote_error="fail")
 
 
+@pytest.mark.fault("refused", "a verifier that comes back")
 def test_a_store_that_comes_back_is_used_again(tmp_path: Path) -> None:
     with FaultyStore(tmp_path, lambda _m, _c, data: data) as first:
         port = first.port

@@ -53,6 +53,7 @@ class Deadly:
         monkeypatch.setattr(Verifier, "_reap", reap)
 
 
+@pytest.mark.fault("verifier", "its thread dies: health and readiness say so, and callers are answered")
 @pytest.mark.parametrize("fault", [RuntimeError, SystemExit])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_health_says_failed_when_the_thread_has_died(
@@ -80,6 +81,7 @@ def test_a_store_that_stops_in_order_has_not_failed(tmp_path: Path) -> None:
     assert not server.verifier.failed
 
 
+@pytest.mark.fault("verifier", "its thread dies: the process says so and ends")
 def test_the_process_of_such_a_store_ends_with_an_error(
     folder: Path,
     capsys: pytest.CaptureFixture[str],

@@ -70,6 +70,7 @@ def test_a_drafter_tells_what_it_makes_nothing_of(capsys: pytest.CaptureFixture[
     assert [line.split()[2] for line in sorted(told)] == ["compressor", "window"]
 
 
+@pytest.mark.fault("settings", "flags of a store or a drafter that do nothing beside others")
 @pytest.mark.parametrize(
     ("argv", "text"),
     [

@@ -119,6 +119,7 @@ def test_a_draining_drafter_gives_lines_up_when_its_grace_is_over(
     assert (answer["id"], answer["finish_reason"], answer["error"]) == ("a", "cancelled", None)
 
 
+@pytest.mark.fault("hang", "a load of the verifier: every line of a draining drafter is answered")
 def test_a_draining_drafter_answers_every_line_that_had_come(
     folder: Path,  # noqa: F811
     tmp_path: Path,
@@ -151,6 +152,7 @@ def test_a_draining_drafter_answers_every_line_that_had_come(
     assert others[0].keys() == first.keys()
 
 
+@pytest.mark.fault("settings", "a drafter's grace and metrics")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -169,6 +171,7 @@ def test_what_a_drafter_cannot_do_is_told_before_it_talks_to_its_store(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.fault("settings", "a port that is taken while a model loads")
 def test_a_store_whose_port_is_taken_meanwhile_closes_its_engine(
     folder: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -223,6 +226,7 @@ def test_every_command_is_answered_also_those_that_come_too_late() -> None:
     assert not commands.run_next(0.0)
 
 
+@pytest.mark.fault("verifier", "its thread dies with questions before it")
 def test_nobody_waits_for_a_verifier_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it fails in: a look for silent sessions, and then the removal of what is under way, too."""
     engine, dies = store_engine(), threading.Event()
@@ -270,6 +274,7 @@ def test_nobody_waits_for_a_verifier_that_has_died(monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
+@pytest.mark.fault("refused", "a verifier that has not begun")
 def test_a_store_that_has_not_begun_refuses_connections(tmp_path: Path) -> None:
     """Whoever got through would wait for an answer that cannot come yet."""
     with socket.create_server(("127.0.0.1", 0)) as free:

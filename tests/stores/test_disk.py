@@ -119,6 +119,7 @@ def test_links_pipes_and_folders_do_not_pass_for_blobs(store: DiskBlobs, tmp_pat
             get(store, key)
 
 
+@pytest.mark.fault("length", "a file that was cut or added to")
 def test_a_file_that_was_cut_or_added_to_is_an_error(store: DiskBlobs) -> None:
     put(store, "a", b"x" * 100)
     path = store.folder / "blobs/a"
@@ -145,6 +146,7 @@ def test_the_least_recently_used_go_first(store: DiskBlobs) -> None:
     assert store.nbytes <= 10_000
 
 
+@pytest.mark.fault("space", "a store whose blobs are all pinned")
 def test_pinned_blobs_stay_and_a_full_store_says_so(store: DiskBlobs) -> None:
     for name in "abcdef":
         put(store, name, bytes(1500))
@@ -182,6 +184,7 @@ def test_pins_end_with_an_exception(store: DiskBlobs) -> None:
     assert not store._pins
 
 
+@pytest.mark.fault("hang", "a folder, past the deadline")
 def test_past_its_deadline_nothing_is_done(store: DiskBlobs) -> None:
     put(store, "a", b"abc")
     late = time.monotonic() - 1
@@ -196,6 +199,7 @@ def test_past_its_deadline_nothing_is_done(store: DiskBlobs) -> None:
     assert files(store.folder) == ["blobs/a"]
 
 
+@pytest.mark.fault("hang", "the lock of a folder")
 def test_a_lock_that_is_held_ends_at_the_deadline(store: DiskBlobs) -> None:
     put(store, "a", b"abc")
     with (store.folder / "lock").open("r+b") as held:
@@ -272,6 +276,7 @@ def test_a_full_disk_leaves_nothing_behind_and_heals(
     assert get(store, "a") == bytes(1000)
 
 
+@pytest.mark.fault("space", "a folder: old blobs make room")
 def test_a_full_disk_makes_old_blobs_go(store: DiskBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "old", bytes(1000))
     disk_full = FullDisk(10)
@@ -323,6 +328,7 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
+@pytest.mark.fault("permission", "a folder, at each call")
 @pytest.mark.usefixtures("unprivileged")
 def test_a_folder_without_permission_is_an_error_of_each_call() -> None:
     store = DiskBlobs(Path("/proc/vericache"))
@@ -340,6 +346,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.fault("permission", "a folder that may only be read")
 def test_a_read_only_folder_serves_what_it_has(open_folder: Path) -> None:
     store = DiskBlobs(open_folder / "store", 10_000)
     put(store, "a", b"abc")

@@ -356,6 +356,7 @@ def test_writes_that_fail_at_every_stage(folder: Path, code: int, tally: Tally) 
         assert store.save(IDS, full) == CHUNKS
 
 
+@pytest.mark.fault("stale", "the folder goes away")
 def test_a_folder_that_goes_away(folder: Path) -> None:
     store = make_store(MODEL, folder)
     (folder / "blobs").rename(folder / "moved")

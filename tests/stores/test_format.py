@@ -122,18 +122,21 @@ def test_each_header_field_is_compared(name: str, value: object) -> None:
     assert name in str(caught.value)
 
 
+@pytest.mark.fault("header", "each field left out")
 @pytest.mark.parametrize("name", ["format", "role", "key", "identity", "chunk", "tokens", "codec", "payload"])
 def test_each_header_field_must_be_there(name: str) -> None:
     with pytest.raises(PayloadError):
         decode_blob(memoryview(_patched(lambda plain: plain.pop(name))), HEADER)
 
 
+@pytest.mark.fault("identity", "the header of a blob")
 @pytest.mark.parametrize("field", sorted(IDENTITY.public()))
 def test_a_blob_of_another_identity_is_refused(field: str) -> None:
     with pytest.raises(PayloadError, match="identity"):
         decode_blob(memoryview(blob(full_header(changed(field), KEY, 3, 128))), HEADER)
 
 
+@pytest.mark.fault("compressor", "a lossy codec in the role of full KV")
 def test_a_lossy_codec_can_neither_write_nor_read_full_kv() -> None:
     lossy = replace(HEADER, codec="kivi", options={"bits": 4})
     with pytest.raises(PayloadError, match="cannot be full KV"):

@@ -88,6 +88,7 @@ def test_parts_cannot_be_moved_across_their_borders() -> None:
     )
 
 
+@pytest.mark.fault("identity", "each field in the key")
 @pytest.mark.parametrize("field", [field.name for field in fields(PrefixIdentity)])
 def test_each_field_changes_every_key(field: str) -> None:
     ids = tokens(600)

@@ -152,6 +152,7 @@ def test_no_space_for_pages_is_no_space(store: SharedMemoryBlobs, call: str, mon
     assert store.get("a", deadline=soon()) is not None
 
 
+@pytest.mark.fault("hang", "pages of shared memory")
 def test_pages_that_are_long_in_coming_do_not_outlast_the_deadline(
     store: SharedMemoryBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_pages_that_are_long_in_coming_do_not_outlast_the_deadline(
     assert list((store.folder / "tmp").iterdir()) == []
 
 
+@pytest.mark.fault("refused", "the system, a mapping")
 def test_a_mapping_that_is_refused_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     file = os.open(tmp_path / "file", os.O_WRONLY)

@@ -105,6 +105,7 @@ def test_another_identity_is_a_miss_and_the_reason_is_logged(
     assert loaded.reason in caplog.text
 
 
+@pytest.mark.fault("identity", "the reason of a miss names each field")
 def test_the_reason_names_every_field_that_differs(tmp_path: Path) -> None:
     model, ids = Model(layers(2)), tokens(CHUNK)
     model.prefill(model.cache(), ids, make_store(model, tmp_path))
@@ -124,6 +125,7 @@ def test_what_was_evicted_is_told_apart_from_what_never_was(tmp_path: Path) -> N
     assert "nothing is stored" in store.load(tokens(256, seed=9), model.cache()).reason
 
 
+@pytest.mark.fault("nonsense", "a note of what was stored")
 @pytest.mark.parametrize("note", [b"", b"junk", b"[1]", b"[" * 70000, b'{"dtype": 3}', b"\xff\xfe", b"9" * 5000])
 def test_a_damaged_note_spoils_only_the_reason(note: bytes, tmp_path: Path) -> None:
     model, ids = Model(layers(2)), tokens(CHUNK)
@@ -248,6 +250,7 @@ def test_compressed_kv_that_is_in_doubt_is_a_fault_and_removed(how: str, tmp_pat
     assert file.exists() == (how == "hangs up")
 
 
+@pytest.mark.fault("swapped", "compressed KV under a key of full KV")
 @pytest.mark.usefixtures("vericache_registry")
 def test_compressed_kv_under_a_full_key_is_refused_and_removed(tmp_path: Path) -> None:
     model, ids = Model(layers(2)), tokens(CHUNK)
@@ -296,6 +299,7 @@ def test_what_came_before_the_deadline_counts(tmp_path: Path) -> None:
         store.lookup(ids, deadline=time.monotonic() - 1)
 
 
+@pytest.mark.fault("nonsense", "a backend")
 @pytest.mark.parametrize(
     "answer", [None, [], [True], [True] * 99, "yes", StoreError("down"), OSError("gone"), KeyError("bug"), MemoryError()]
 )
@@ -321,6 +325,7 @@ def test_a_backend_that_answers_nonsense_costs_the_prefix(answer: Any, tmp_path:
     assert model.wrong_rows(full, ids) == 0
 
 
+@pytest.mark.fault("tenants", "keys, and blobs put under them")
 def test_tenants_cannot_meet(tmp_path: Path) -> None:
     """Eight threads with vocabularies of their own on one small store: every row is one's own."""
     described = layers(2)
@@ -345,6 +350,7 @@ def test_tenants_cannot_meet(tmp_path: Path) -> None:
     assert sum(hits) > 0
 
 
+@pytest.mark.fault("tenants", "the same tokens")
 def test_tenants_with_the_same_tokens_cannot_meet(tmp_path: Path) -> None:
     model, ids = Model(layers(2)), tokens(3 * CHUNK)
     model.prefill(model.cache(), ids, make_store(model, tmp_path))

@@ -78,6 +78,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(place: str, tmp_path: Path, ca
     assert "nowhere" not in err
 
 
+@pytest.mark.fault("permission", "shared memory of somebody else, at start")
 def test_shared_memory_that_is_not_ours_has_a_hint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vericache_core.stores.memory.ROOT", tmp_path)
     theirs = tmp_path / f"vericache-{os.getuid()}-theirs"
@@ -93,6 +94,7 @@ def test_shared_memory_that_is_not_ours_has_a_hint_of_its_own(tmp_path: Path, mo
     assert "file:// store" in caught.value.hint
 
 
+@pytest.mark.fault("permission", "a folder that may only be read, at start")
 @pytest.mark.parametrize("required", ["yes", "no"])
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_may_only_be_read_is_read(
@@ -132,6 +134,7 @@ def test_a_folder_that_is_full_or_slow_is_not(
             check_store(f"file://{tmp_path}?required=yes")
 
 
+@pytest.mark.fault("space", "a full disk, at start")
 def test_a_full_disk_is_warned_of_and_costs_no_blob(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_full_disk_is_warned_of_and_costs_no_blob(
     assert len(caplog.records) == 1  # a put would make room
 
 
+@pytest.mark.fault("refused", "a folder that fails for now, at start")
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_folder_that_fails_for_now_is_warned_of(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -168,6 +172,7 @@ def test_a_folder_that_fails_for_now_is_warned_of(
         check_store(f"file://{tmp_path}/new?required=yes")
 
 
+@pytest.mark.fault("hang", "a folder, at any call, at start")
 def test_a_folder_that_hangs_does_not_hang_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +247,7 @@ def test_a_store_elsewhere_is_asked_and_nothing_is_put(backend: Asked, monkeypat
     assert backend.calls == [("contains", [PROBE]), ("close",)]
 
 
+@pytest.mark.fault("refused", "a store that is required, at start")
 def test_a_required_store_is_looked_at_when_it_is_used(backend: Asked) -> None:
     """Also one that is too much to open twice, and however the engine came about."""
     check_store("asked://here?required=yes")

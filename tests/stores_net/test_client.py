@@ -104,6 +104,7 @@ def test_calls_reach_the_store_and_are_counted(setting: Callable[..., Setting]) 
     assert (counts.failed, counts.timed_out, counts.refused, counts.retries, counts.late) == (0, 0, 0, 0, 0)
 
 
+@pytest.mark.fault("hang", "a store: its late answer goes nowhere")
 def test_deadline_holds_although_the_store_hangs_and_the_late_answer_goes_nowhere(setting: Callable[..., Setting]) -> None:
     one = setting()
     one.store.blobs = {"slow": b"late", "fast": b"right"}
@@ -125,6 +126,7 @@ def test_deadline_holds_although_the_store_hangs_and_the_late_answer_goes_nowher
     assert one.client.counts.bytes_read == len(b"right")
 
 
+@pytest.mark.fault("hang", "other calls of a store")
 def test_a_call_that_waits_for_a_worker_ends_at_its_deadline_too(setting: Callable[..., Setting]) -> None:
     one = setting(workers=1, max_threads=1)
     one.store.script["slow"] = one.store.hang
@@ -278,6 +280,7 @@ def test_nonsense_about_keys_is_a_fault_of_the_store(setting: Callable[..., Sett
     assert one.client.contains(["k", "l"]).result(60) == [True, False]
 
 
+@pytest.mark.fault("refused", "a store, until the breaker opens")
 def test_breaker_refuses_at_once_and_probes_later(setting: Callable[..., Setting]) -> None:
     one = setting(attempts=1, failures=3, rest=5.0)
     one.store.script["k"] = raising(StoreError("down"))
@@ -294,6 +297,7 @@ def test_breaker_refuses_at_once_and_probes_later(setting: Callable[..., Setting
     assert (one.client.breaker.state, one.client.counts.breaker_opened, one.client.counts.refused) == ("closed", 1, 10)
 
 
+@pytest.mark.fault("hang", "a store, until the breaker opens")
 def test_hangs_open_the_breaker_and_the_late_answers_change_nothing(setting: Callable[..., Setting]) -> None:
     one = setting(failures=2, rest=50.0)
     one.store.script["slow"] = one.store.hang
@@ -309,6 +313,7 @@ def test_hangs_open_the_breaker_and_the_late_answers_change_nothing(setting: Cal
     assert one.client.breaker.state == "open"
 
 
+@pytest.mark.fault("hang", "the probe of a breaker")
 def test_a_hanging_probe_does_not_block_the_breaker_for_ever(setting: Callable[..., Setting]) -> None:
     one = setting(attempts=1, failures=1, rest=5.0)
     one.store.script = {"k": raising(StoreError("down")), "slow": one.store.hang}
@@ -326,6 +331,7 @@ def test_a_hanging_probe_does_not_block_the_breaker_for_ever(setting: Callable[.
     assert one.client.get("fast").result(60) is None
 
 
+@pytest.mark.fault("hang", "a put, whose buffer the caller uses again")
 def test_a_put_that_hangs_does_not_see_its_buffer_reused(setting: Callable[..., Setting]) -> None:
     one = setting()
     one.store.script["slow"] = one.store.hang
@@ -341,6 +347,7 @@ def test_a_put_that_hangs_does_not_see_its_buffer_reused(setting: Callable[..., 
     assert one.store.blobs["slow"] == b"first"
 
 
+@pytest.mark.fault("closed", "the client, with calls under way")
 def test_close_fails_what_is_under_way_and_leaves_no_thread(setting: Callable[..., Setting]) -> None:
     one = setting(workers=1, max_threads=2)
     one.store.script["slow"] = one.store.hang
@@ -383,6 +390,7 @@ def test_a_callback_may_close_the_client(setting: Callable[..., Setting]) -> Non
     assert closed.wait(60)
 
 
+@pytest.mark.fault("other", "many threads, a store that hangs now and then")
 def test_no_call_of_many_threads_gets_the_blob_of_another(setting: Callable[..., Setting]) -> None:
     """One call in seven hangs beyond its deadline; every answer is that of its own key."""
     one = setting(workers=4, max_threads=64, queue=1000, failures=10_000)
@@ -437,6 +445,7 @@ def test_guarded_store_is_a_store_that_raises_what_the_futures_hold(setting: Cal
     store.close()
 
 
+@pytest.mark.fault("settings", "a policy of the client")
 @pytest.mark.parametrize(
     "bad", [{"workers": 0}, {"max_threads": 3}, {"queue": 0}, {"attempts": 0}, {"failures": 0}, {"timeout": 0}, {"rest": -1}]
 )

@@ -113,6 +113,7 @@ def test_it_is_a_blob_store(store: ObjectBlobs) -> None:
         store.get("k", deadline=later())
 
 
+@pytest.mark.fault("headers", "an object that is too large")
 def test_too_large_is_refused_before_it_is_read_or_written(store: ObjectBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("k", [bytes(1000)], deadline=later())
     store._max_bytes = 999
@@ -131,6 +132,7 @@ def test_too_large_is_refused_before_it_is_read_or_written(store: ObjectBlobs, m
     assert reads == ["info"]
 
 
+@pytest.mark.fault("space", "a folder of fsspec")
 @pytest.mark.parametrize("step", ["pipe_file", "mv"])
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, StoreFull), (errno.EACCES, StoreError), (errno.EIO, StoreError)])
 def test_a_put_into_a_folder_that_fails_leaves_nothing(
@@ -173,6 +175,7 @@ def test_readers_in_a_folder_see_whole_blobs_only(tmp_path: Path) -> None:
     assert (torn, seen > 0) == (0, True)
 
 
+@pytest.mark.fault("settings", "a bucket that is not there")
 def test_no_such_bucket(s3: str) -> None:
     store = ObjectBlobs("s3://other", endpoint_url=s3)
     with pytest.raises(StoreError, match="no such bucket"):
@@ -255,6 +258,7 @@ def test_a_folder_of_that_name_is_no_blob(store: ObjectBlobs) -> None:
     assert store.get("k", deadline=later()) is None
 
 
+@pytest.mark.fault("settings", "a file system that nobody checked")
 def test_file_systems_nobody_checked_are_refused() -> None:
     class Unchecked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
         protocol = "unchecked"
@@ -267,6 +271,7 @@ def test_file_systems_nobody_checked_are_refused() -> None:
         ObjectBlobs("nonsense://x")
 
 
+@pytest.mark.fault("settings", "a package that is missing")
 def test_a_missing_package_is_named() -> None:
     if _has("gcsfs"):
         pytest.skip("gcsfs is installed")

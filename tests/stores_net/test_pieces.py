@@ -33,6 +33,7 @@ def test_parts_of_any_format_are_cut_as_bytes() -> None:
     assert b"".join(cut("k", [floats.data, b"x"]))[TAG_BYTES:] == floats.tobytes() + b"x"
 
 
+@pytest.mark.fault("flip", "each byte of a tag of Redis")
 def test_every_flipped_byte_of_a_tag_is_noticed() -> None:
     tag = bytearray(cut("k", [b"abc"])[0])
     for at in range(TAG_BYTES):
@@ -43,6 +44,7 @@ def test_every_flipped_byte_of_a_tag_is_noticed() -> None:
     check_tag(tag, "k", 0, 3)
 
 
+@pytest.mark.fault("paths", "keys of Redis")
 @pytest.mark.parametrize("key", ["", "A", "a/b", "../x", "a\0", "ä", "a\n", "a" * 129, "a:b"])
 def test_keys_that_are_none_are_refused(key: str) -> None:
     with pytest.raises(UsageError):

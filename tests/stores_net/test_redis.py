@@ -93,6 +93,7 @@ def test_bad_input(store: RedisBlobs, real: RealRedis) -> None:
     small.close()
 
 
+@pytest.mark.fault("nonsense", "Redis: values of others")
 def test_values_of_others_are_not_blobs(store: RedisBlobs, real: RealRedis) -> None:
     with redis.Redis(port=real.port) as other:
         other.set("vericache:k", b"x" * 500)
@@ -104,6 +105,7 @@ def test_values_of_others_are_not_blobs(store: RedisBlobs, real: RealRedis) -> N
     assert store.get("k", deadline=later()) == b"fine"
 
 
+@pytest.mark.fault("space", "Redis, and a wrong password")
 @pytest.mark.parametrize(
     "real", [["--requirepass", "secret", "--maxmemory", "14mb", "--maxmemory-policy", "noeviction"]], indirect=True
 )
@@ -132,6 +134,7 @@ def test_unix_socket(real: RealRedis) -> None:
     store.close()
 
 
+@pytest.mark.fault("stale", "Redis: replaced or deleted while it is read")
 def test_replaced_or_deleted_while_it_is_read(store: RedisBlobs, real: RealRedis) -> None:
     """Readers race a writer of two contents and a deleter: each blob is one of the two, whole."""
     blobs = [bytes([n]) * 3_000_000 for n in (1, 2)]
@@ -205,6 +208,7 @@ def test_killed_and_started_again(store: RedisBlobs, real: RealRedis, tally: Tal
     tally.add(3, outcomes["wrong"])
 
 
+@pytest.mark.fault("closed", "Redis: an idle connection")
 def test_an_idle_connection_that_the_server_closed_is_replaced(store: RedisBlobs, real: RealRedis) -> None:
     store.put("k", [b"x"], deadline=later())
     real.kill()

@@ -294,6 +294,7 @@ def test_replies_twice(fake: FakeRedis, store: RedisBlobs, word: bytes, tally: T
     heals(fake, store)
 
 
+@pytest.mark.fault("doubled", "Redis: more than the reply")
 def test_more_than_the_reply_in_the_same_packet(fake: FakeRedis, store: RedisBlobs) -> None:
     fake.fault = on(b"UNLINK", lambda reply: reply + b":1\r\n")
     with pytest.raises(StoreError, match="more than the reply"):
@@ -332,6 +333,7 @@ def test_errors_and_nonsense(fake: FakeRedis, store: RedisBlobs, word: bytes, li
     heals(fake, store)
 
 
+@pytest.mark.fault("refused", "Redis: a put")
 def test_put_that_is_refused_raises(fake: FakeRedis, store: RedisBlobs) -> None:
     fake.fault = on(b"SET", lambda _reply: b"-READONLY You can't write against a read only replica.\r\n")
     with pytest.raises(StoreError, match="READONLY"):
@@ -362,6 +364,7 @@ def test_put_broken_off_leaves_nothing(fake: FakeRedis, store: RedisBlobs, after
     assert store.contains(["c", "a"], deadline=time.monotonic() + 120) == [False, True]
 
 
+@pytest.mark.fault("stale", "Redis: replaced between pieces")
 def test_replaced_while_it_is_read(fake: FakeRedis, store: RedisBlobs) -> None:
     fake.fault = on(b"EXEC", lambda _reply: b"*-1\r\n")
     with pytest.raises(StoreError, match="replaced or evicted"):
@@ -409,6 +412,7 @@ def test_no_connection_of_another_call_is_used(fake: FakeRedis, store: RedisBlob
     heals(fake, store)
 
 
+@pytest.mark.fault("refused", "Redis, until the breaker opens, and heals")
 def test_the_breaker_opens_and_heals(fake: FakeRedis, store: RedisBlobs) -> None:
     """Behind the client: after three failures calls are refused at once; when the server is back they go through."""
     fake.fault = on(b"STRLEN", cut_off)
