@@ -93,7 +93,8 @@ def logical_positions(case: Case) -> Evidence:
     rationale="What a drafted row sees must be the survivors and the tail. A mask built as if nothing had been dropped shows "
     "it other rows.",
     origin="VeloxQuant #370, #392.",
-    fix="See C-18: fold every stored row once; return the map of exactly these rows.",
+    fix="See C-18: fold every stored row once; return the map of exactly these rows. Where C-18 passes and a codec has a "
+    "`layout`, it says something else than `decode`: kernels read codes by it.",
 )
 def mask_of_kept_rows(case: Case) -> Evidence:
     """Drafts see exactly the kept rows and the tail: their logits equal an independent masked forward."""
