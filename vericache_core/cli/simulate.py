@@ -7,41 +7,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from vericache_core.cli import simulate_compare, simulate_fleet, simulate_proposer, simulate_windows
+from vericache_core.cli import (
+    simulate_compare,
+    simulate_fleet,
+    simulate_list,
+    simulate_proposer,
+    simulate_rows,
+    simulate_windows,
+    simulate_workload,
+)
 from vericache_core.cli.idle import refuse_idle
-from vericache_core.cli.output import note, print_json, print_table
+from vericache_core.cli.output import print_json, print_table
 from vericache_core.cli.simulate_idle import IDLE
 from vericache_core.errors import ConfigError, UsageError
 from vericache_core.plugins.fields import did_you_mean
 from vericache_core.runtime.calibration import load_calibration
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.schedulable import Bytes
-from vericache_core.runtime.trace import Arrival, poisson, read_trace
+from vericache_core.runtime.trace import Arrival
 from vericache_core.simulate.compare import Setup, simulate
 from vericache_core.simulate.compression import Compression
 from vericache_core.simulate.hardware import DEVICES, MODELS, Device, ModelShape, copying, cost_model
-from vericache_core.simulate.result import Result
 
 SCHEMA: Final = "vericache.simulate/1"
-MOST_REQUESTS: Final = 10_000
-REQUESTS: Final = 48
-PROMPT_TOKENS: Final = "30000"
-NEW_TOKENS: Final = 500
-"""What is simulated without a trace."""
-_HEADER: Final = [
-    "DEVICE",
-    "SYSTEM",
-    "TOKENS/S",
-    "SPEEDUP",
-    "WINDOW",
-    "HIDDEN",
-    "PEAK KV GB",
-    "STEP MS",
-    "TTFT p50",
-    "LATENCY p50",
-    "p90",
-    "p99",
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,15 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "plain", "pinned", "offloaded"), default="auto", help="[%(default)s]")
     parser.add_argument("--scheduler", choices=("staggered", "lockstep"), default="staggered", help="[%(default)s]")
     parser.add_argument("--tier", choices=("host", "disk"), default="host", help="of offloaded full KV [%(default)s]")
-    parser.add_argument("--requests", type=int, metavar="N", help=f"[{REQUESTS}]")
-    parser.add_argument("--rate", type=float, metavar="R", help="arrivals a second, Poisson; 0: all at once [0]")
-    parser.add_argument("--prompt-tokens", metavar="N[-M]", help=f"[{PROMPT_TOKENS}]")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help=f"[{NEW_TOKENS}]")
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="arrivals as JSON lines: at, prompt_tokens, new_tokens, priority, hazard; in place of the four above",
-    )
+    simulate_workload.add_arguments(parser)
     parser.add_argument("--prefill", action="store_true", help="compute the prompts; otherwise their KV is there already")
     simulate_proposer.add_arguments(parser)
     simulate_fleet.add_arguments(parser)
@@ -107,11 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate plain decoding and VeriCache on each device."""
     if args.list:
-        return _list(as_json=args.json)
+        return simulate_list.run(as_json=args.json)
     refuse_idle(args, add_arguments, IDLE)
     if args.compare:
         return simulate_compare.run(args, _pick("model", args.model, MODELS).token_bytes)
-    arrivals = _arrivals(args)
+    arrivals = simulate_workload.arrivals(args, _means(_turns(args.hazard)))
     rows: list[dict[str, Any]] = []
     for name in args.devices or ["rtx-pro-6000"]:
         device, model = _pick("device", name, DEVICES), _pick("model", args.model, MODELS)
@@ -125,14 +105,14 @@ def run(args: argparse.Namespace) -> int:
                 raise UsageError("--search-windows takes one --device at a time")
             return simulate_windows.run(args, setup, args.model, name)
         plain = simulate(replace(setup, mode="plain", window=None, lookups=()))
-        rows.append(_row(name, "plain", plain, plain, setup, model.weights))
+        rows.append(simulate_rows.row(name, "plain", plain, plain, setup, model.weights))
         if args.mode != "plain" or setup.lookups:
             system = f"{args.scheduler} {args.mode}" + (f" {args.proposer}" if setup.lookups else "")
-            rows.append(_row(name, system, simulate(setup), plain, setup, model.weights))
+            rows.append(simulate_rows.row(name, system, simulate(setup), plain, setup, model.weights))
     if args.json:
         print_json(SCHEMA, {"model": args.model, "requests": len(arrivals), "seed": args.seed, "rows": rows})
     else:
-        print_table(_HEADER, [_cells(row) for row in rows])
+        print_table(simulate_rows.HEADER, [simulate_rows.cells(row) for row in rows])
     return 0
 
 
@@ -184,25 +164,6 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
     )
 
 
-def _arrivals(args: argparse.Namespace) -> list[Arrival]:
-    if args.trace:
-        for name in ("requests", "rate", "prompt_tokens", "new_tokens"):
-            if getattr(args, name) is not None:
-                raise UsageError(f"--trace and --{name.replace('_', '-')} exclude each other", hint="the trace says it")
-        return read_trace(args.trace)
-    requests = REQUESTS if args.requests is None else args.requests
-    if requests > MOST_REQUESTS:
-        raise UsageError(f"--requests: expected at most {MOST_REQUESTS}, got {requests}")
-    tokens = PROMPT_TOKENS if args.prompt_tokens is None else args.prompt_tokens
-    low, _, high = tokens.partition("-")
-    try:
-        lengths = int(low), int(high or low)
-    except ValueError:
-        raise UsageError(f"--prompt-tokens: expected N or N-M, got {tokens!r}") from None
-    new_tokens = NEW_TOKENS if args.new_tokens is None else args.new_tokens
-    return poisson(args.rate or 0.0, requests, lengths, new_tokens, _means(_turns(args.hazard)), args.seed)
-
-
 def _turns(text: str) -> tuple[tuple[float, ...], ...]:
     """By request the hazards that take turns."""
     try:
@@ -235,101 +196,3 @@ def _pick(what: str, name: str, known: dict[str, Any]) -> Any:
         suffix = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"unknown {what} {name!r}{suffix}", hint=f"known: {', '.join(known)}")
     return known[name]
-
-
-def _row(device: str, system: str, result: Result, plain: Result, setup: Setup, weights: float) -> dict[str, Any]:
-    return {
-        "device": device,
-        "system": system,
-        "tokens_per_s": result.tokens_per_s,
-        "speedup_vs_plain": result.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None,
-        "mean_window": result.mean_window,
-        "acceptance": result.accepted / sum(result.windows) if result.windows else None,
-        "proposed": result.proposed,
-        "proposals_kept": result.proposals_kept,
-        "swap_bytes": result.swap_bytes,
-        "swap_hidden_fraction": result.swap_hidden_fraction,
-        "peak_device_kv_bytes": result.peak_kv_bytes,
-        "device_kv_budget_bytes": setup.budget.device,
-        "weight_bytes": weights,
-        "step_s": {
-            "draft": _mean(result.draft_steps),
-            "mixed": _mean(result.mixed_steps),
-            "verify": max(result.verify_steps, default=None),
-        },
-        "first_token_s": _percentiles(result.first_tokens),
-        "latency_s": _percentiles(result.latencies),
-        "seconds": result.seconds,
-        "tokens": result.tokens,
-        "refused": result.refused,
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    ranked = sorted(values)
-    return {f"p{share}": ranked[min(len(ranked) - 1, len(ranked) * share // 100)] for share in (50, 90, 99)} if ranked else {}
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    hidden, latency = row["swap_hidden_fraction"], row["latency_s"]
-    return [
-        row["device"],
-        row["system"],
-        f"{row['tokens_per_s']:.1f}",
-        f"{row['speedup_vs_plain']:.2f}x" if row["speedup_vs_plain"] else "-",
-        f"{row['mean_window']:.1f}" if row["mean_window"] else "-",
-        "-" if hidden is None else f"{100 * hidden:.0f}%",
-        f"{row['peak_device_kv_bytes'] / 1e9:.2f}",
-        " ".join("-" if seconds is None else f"{1e3 * seconds:.0f}" for seconds in row["step_s"].values()),
-        f"{row['first_token_s'].get('p50', 0):.1f}",
-        *(f"{latency.get(key, 0):.1f}" for key in ("p50", "p90", "p99")),
-    ]
-
-
-def _list(*, as_json: bool) -> int:
-    if as_json:
-        devices = [
-            {
-                "name": device.name,
-                "memory_bytes": device.memory,
-                "memory_bytes_per_s": device.bandwidth,
-                "link_bytes_per_s": device.link,
-                "flops": device.flops,
-                "source": device.source,
-            }
-            for device in DEVICES.values()
-        ]
-        models = [
-            {"name": model.name, "weight_bytes": model.weights, "kv_bytes_per_token": model.token_bytes, "layers": model.layers}
-            for model in MODELS.values()
-        ]
-        print_json("vericache.simulate.list/1", {"devices": devices, "models": models})
-        return 0
-    note("bandwidths in GB/s, effective for links; sources with --json")
-    print_table(
-        ["DEVICE", "MEMORY GB", "BANDWIDTH", "LINK", "RATIO", "TFLOPS"],
-        [
-            [
-                device.name,
-                f"{device.memory / 1e9:.0f}",
-                f"{device.bandwidth / 1e9:.0f}",
-                f"{device.link / 1e9:.0f}",
-                f"{device.bandwidth / device.link:.0f}",
-                f"{device.flops / 1e12:.1f}",
-            ]
-            for device in DEVICES.values()
-        ],
-    )
-    print()
-    print_table(
-        ["MODEL", "WEIGHTS GB", "KV KB/TOKEN", "LAYERS"],
-        [
-            [model.name, f"{model.weights / 1e9:.2f}", f"{model.token_bytes / 1024:.1f}", str(model.layers)]
-            for model in MODELS.values()
-        ],
-    )
-    return 0

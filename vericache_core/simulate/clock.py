@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
@@ -13,27 +13,9 @@ from vericache_core.runtime.rounds import RoundPricer, Situation
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
 from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalExperience, SpeculationPace
 from vericache_core.runtime.timeline import Span
+from vericache_core.simulate.beside import Background
 from vericache_core.simulate.request import SimulatedRequest
 from vericache_core.simulate.result import Result
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A verify in the background.
-
-    Attributes:
-        number: of the request.
-        starts: when it began, and ``arrived`` when its last layer has come in, and ``ends`` when that is computed.
-        load: share of the device's time that it takes until then.
-        rows: that it computes.
-    """
-
-    number: int
-    starts: float
-    arrived: float
-    ends: float
-    load: float
-    rows: int
 
 
 class Simulation:
@@ -72,14 +54,14 @@ class Simulation:
         listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep = costs, scheduler, lockstep
-        self.background, self.alongside, self._listener = background, alongside, listener
+        self.alongside, self._listener = alongside, listener
         self.copies, self.between, self._rows, self._proposals = copies, between, rows, proposals
         self.result = Result()
         self.now = 0.0
         self._coming = list(requests)
         self._requests: dict[int, SimulatedRequest] = {}
         self._pricer = RoundPricer(costs)
-        self._flight: Flight | None = None
+        self._background, self._beside = background, Background(costs)
         self._step_seconds = float("inf")
 
     def run(self, progress: Callable[[int], None] | None = None) -> Result:
@@ -92,7 +74,7 @@ class Simulation:
             self._land()  # before the plan, which must not ask again for what a verdict has settled
             finished += self._leave()
             plan = self.scheduler.plan(self.now)
-            if not plan.parts and self._flight is None:
+            if not plan.parts and self._beside.flight is None:
                 if not self._coming:
                     if self._requests:
                         raise VeriCacheError("the simulation stands still", cause=f"{len(self._requests)} requests wait")
@@ -125,13 +107,13 @@ class Simulation:
     def _step(self, plan: StepPlan) -> None:
         started = self.now
         for number in plan.preempt:
-            if self._flight is not None and self._flight.number == number:
+            if self._beside.flight is not None and self._beside.flight.number == number:
                 self._wait()
             self._requests[number].preempted()
         parts = self._cut(self._without_slow(self._wanted(plan.parts)))
         if parts:
             self._run(parts, plan.streams)
-        elif self._flight is not None:
+        elif self._beside.flight is not None:
             self.result.exposed_seconds += self._wait()
         self.scheduler.done(plan, self.now - started)
 
@@ -167,7 +149,7 @@ class Simulation:
 
     def _without_slow(self, parts: Sequence[Part]) -> list[Part]:
         """Send at most one verify to the background; returns what is left to run now."""
-        if not self.background:
+        if not self._background:
             return list(parts)
 
         kept: list[Part] = []
@@ -177,7 +159,7 @@ class Simulation:
             long = part.phase == "verify" and request.swap_seconds > self._step_seconds
             if not long or part.rows > self._rows:
                 kept.append(part)
-            elif self._flight is None and chosen is None:
+            elif self._beside.flight is None and chosen is None:
                 chosen = part
             elif request.may_draft_on:
                 kept.append(Part(part.number, "draft", 1))
@@ -187,9 +169,7 @@ class Simulation:
             request = self._requests[chosen.number]
             request.away = True
             compute, link = self.costs.compute_seconds(self._load([chosen])) * self.alongside, request.swap_seconds
-            # The steps of the others run beside it, so that it gets half of the device.
-            seconds = self.costs.overlapped(2 * compute, link)
-            self._flight = Flight(chosen.number, self.now, self.now + link, self.now + seconds, compute / seconds, chosen.rows)
+            self._beside.start(self.now, chosen.number, chosen.rows, compute, link)
             self.result.background += 1
             self.result.swap_seconds += link
             self.result.swap_bytes += request.swap_bytes
@@ -197,10 +177,9 @@ class Simulation:
 
     def _land(self) -> None:
         """Take in what the background came to, if it did by now."""
-        flight = self._flight
-        if flight is None or flight.ends > self.now:
+        flight = self._beside.landed(self.now)
+        if flight is None:
             return
-        self._flight = None
         self._tell(Span(flight.number, "verify", flight.starts, flight.ends, flight.rows, background=True))
         self._tell(Span(flight.number, "swap", flight.starts, flight.arrived))
         self._apply(Part(flight.number, "verify", flight.rows))
@@ -211,8 +190,8 @@ class Simulation:
 
     def _wait(self) -> float:
         """Stand still until the background is done; returns the seconds."""
-        assert self._flight is not None
-        waited = max(0.0, self._flight.ends - self.now)
+        assert self._beside.flight is not None
+        waited = max(0.0, self._beside.flight.ends - self.now)
         self.now += waited
         self._land()
         return waited
@@ -222,7 +201,7 @@ class Simulation:
         compute = self.costs.compute_seconds(self._load(parts))
         if self.result.background:
             compute *= self.alongside
-        compute = self._beside(compute)
+        compute = self._beside.slowed(self.now, compute)
         verifying = [part.number for part in parts if part.phase == "verify"]
         swapping = [*verifying, *(number for number in streams if number not in verifying)]
         for number in swapping:
@@ -252,14 +231,6 @@ class Simulation:
         for part in parts:
             self._apply(part)
 
-    def _beside(self, compute: float) -> float:
-        """Seconds of a step of ``compute`` seconds while a verify in the background takes its share of the device."""
-        if self._flight is None:
-            return compute
-        left = max(0.0, self._flight.ends - self.now)
-        free = left * (1 - self._flight.load)
-        return compute / (1 - self._flight.load) if compute < free else left + compute - free
-
     def _load(self, parts: Sequence[Part]) -> StepLoad:
         read = pairs = 0.0
         for part in parts:
@@ -272,7 +243,7 @@ class Simulation:
 
     def _remember(self, parts: Sequence[Part], swapping: Sequence[int], seconds: float) -> None:
         held = sum(self._requests[request.number].device_bytes for request in self.scheduler.running)
-        flying = [] if self._flight is None else [self._flight.number]
+        flying = [] if self._beside.flight is None else [self._beside.flight.number]
         held += sum(self._requests[number].swapping_bytes for number in [*swapping, *flying])
         self.result.peak_kv_bytes = max(self.result.peak_kv_bytes, held)
         phases = {part.phase for part in parts}

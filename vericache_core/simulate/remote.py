@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from vericache_core.errors import ConfigError, VeriCacheError
 from vericache_core.runtime.trace import Arrival
+from vericache_core.simulate.dispatch import Dispatcher, FleetRequest
 from vericache_core.simulate.fleet import PLAIN, Fleet, Path, Plan, make_plan
 from vericache_core.simulate.nodes import Clock, Drafter, Live, Verifier, Wire
 from vericache_core.simulate.pools import HELD, STORE, Pools, Prefix
 
 MARGIN: Final = 1.05
 """How much faster than plain decoding a plan that drafts must look: plans are within a few percent of what runs give."""
-SLACK: Final = 4
-"""Prompts' worth of requests by which a path may be ahead of its share."""
 
 
 @dataclass
@@ -57,28 +56,8 @@ class FleetResult:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(eq=False)
-class _Request:
-    """A request on its path."""
-
-    number: int
-    arrival: Arrival
-    prefix: int
-    path: Path = "remote"
-    places: tuple[int, ...] = ()
-    live: Live | None = None
-    whole: bool = False
-    held_from: float = 0.0
-    committed: int = 0
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Tokens of its prompt and of its answer."""
-        return self.arrival.prompt_tokens, self.arrival.new_tokens
-
-
 class FleetSimulation:
-    """Runs requests to their end. A device takes on another request when it has room and its link nearly nothing to do.
+    """Runs requests to their end.
 
     Args:
         fleet: what there is.
@@ -95,36 +74,33 @@ class FleetSimulation:
         if not self.plan.rate:
             raise ConfigError("no path has room for a request", hint="more memory, shorter prompts, or other paths")
         self.clock, self.result = Clock(), FleetResult(self.plan)
-        self._seed, self._coming = seed, [_Request(n, a, n // fleet.sharing) for n, a in enumerate(arrivals)]
-        self._queue: deque[_Request] = deque()
-        self._homes: dict[int, tuple[Path, tuple[int, ...]]] = {}
-        self._behind: dict[int | Path, deque[_Request]] = defaultdict(deque)  # by device, without affinity by path
+        self._seed, self._coming = seed, [FleetRequest(n, a, n // fleet.sharing) for n, a in enumerate(arrivals)]
         self._fast = Wire(self.clock, fleet.fast)
         self._slow = [Wire(self.clock, fleet.slow) for _ in range(fleet.drafters)]
         self._drafters = [Drafter(self.clock, fleet.costs, self._asked, self._plain_token) for _ in range(fleet.drafters)]
         self.pools = Pools(fleet, self.plan.held)
+        self._dispatcher = Dispatcher(fleet, self.plan, self.pools, self._slow, self._start)
         self._store = Verifier(self.clock, fleet.costs, self._fast, self.pools.free[STORE], self._store_token)
-        self._requests: dict[int, _Request] = {}
-        self._jobs: dict[int, _Request] = {}
+        self._requests: dict[int, FleetRequest] = {}
+        self._jobs: dict[int, FleetRequest] = {}
         self._riding: dict[int, int] = {}
         self._whole_from: dict[tuple[int, int], float] = {}
         self._numbers: dict[int, random.Random] = {}
         whole = sum(arrival.new_tokens for arrival in arrivals)
         self._steady, self._steady_from = (whole // 5, whole - whole // 5), (0, 0.0)
-        self._loading = 0  # full KV on its way to plain requests beside the store
 
     def run(self) -> FleetResult:
         """Run to the end."""
         start = self._coming[0].arrival.at
         for request in self._coming:
-            self.clock.at(request.arrival.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self.clock.at(request.arrival.at, lambda request=request: self._dispatcher.arrive(request))  # type: ignore[misc]
         self.clock.run()
         result = self.result
-        waiting = len(self._queue) + len(self._requests) + sum(map(len, self._behind.values()))
+        waiting = self._dispatcher.waiting + len(self._requests)
         if waiting:
             raise VeriCacheError("the simulation stands still", cause=f"{waiting} requests wait")
         result.slow_bytes, result.fast_bytes = sum(wire.nbytes for wire in self._slow), self._fast.nbytes
-        result.verifies = self._store.verifies
+        result.verifies, result.paths = self._store.verifies, self._dispatcher.taken
         result.peak_drafter_bytes = max(self.pools.peak[place] for place in range(len(self._slow)))
         result.seconds -= start
         span, many = max(result.seconds, 1e-12), len(self._slow)
@@ -136,89 +112,16 @@ class FleetSimulation:
         }
         return result
 
-    # -- who takes on what ---------------------------------------------------------------------------
+    # -- taking a request on -------------------------------------------------------------------------
 
-    def _arrive(self, request: _Request) -> None:
-        self._queue.append(request)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Hand out requests for as long as somebody takes one: the path that lags its share most goes first.
-
-        Requests that share a prompt follow the first of them, to its device or without affinity on its path only, and
-        others wait behind them for that.
-        """
-        for behind in list(self._behind.values()):
-            while behind and (place := self._follow(behind[0])) is not None:
-                self._start(behind.popleft(), *place)
-        while self._queue:
-            request = self._queue[0]
-            home = self._homes.get(request.prefix)
-            if home is None:
-                total = 1 + sum(self.result.paths.values())
-                lags = {path: self.plan.share(path) * total - self.result.paths[path] for path in self.plan.rates}
-                # A path far beyond its share would take from others what the plan counts on.
-                allowed = [path for path in lags if lags[path] > -SLACK * self.fleet.sharing]
-                for path in sorted(allowed, key=lambda path: -lags[path]):
-                    places = self._find_place(request, path)
-                    if places is not None:
-                        home = path, places
-                        break
-                else:
-                    return
-            self._queue.popleft()
-            line = self._line(*home)
-            found = None if line else home if request.prefix not in self._homes else self._follow(request)
-            if found is None:
-                line.append(request)
-            else:
-                self._start(request, *found)
-
-    def _line(self, path: Path, places: tuple[int, ...]) -> deque[_Request]:
-        """Who waits for what a request at ``places`` waits for."""
-        return self._behind[places[0] if self.fleet.affinity else path]
-
-    def _follow(self, request: _Request) -> tuple[Path, tuple[int, ...]] | None:
-        """Where a request goes whose prompt others brought before it; None if there is no room yet."""
-        path, places = self._homes[request.prefix]
-        if self.fleet.affinity:
-            return (path, places) if self._has_room(request, path, places) else None
-        found = self._find_place(request, path, follows=True)
-        return None if found is None else (path, found)
-
-    def _find_place(self, request: _Request, path: Path, *, follows: bool = False) -> tuple[int, ...] | None:
-        """The device with the most room for it, for which nobody waits unless it ``follows``; None if there is none now."""
-        if path == "remote":
-            choices: list[tuple[int, ...]] = [(STORE,)]
-        else:
-            more = (HELD,) if path in {"verify", "stream"} else ()
-            order = sorted(range(self.fleet.drafters), key=lambda place: (-self.pools.free[place], place))
-            choices = [(place, *more) for place in order]
-        free = (places for places in choices if follows or not self._line(path, places))
-        return next((places for places in free if self._has_room(request, path, places)), None)
-
-    def _has_room(self, request: _Request, path: Path, places: tuple[int, ...]) -> bool:
-        for place in places:
-            needs = self.pools.needs(request.prefix, path, place, *request.lengths)
-            if path == "remote":
-                needs += self.plan.streamed  # so that verifies go on
-            if self.pools.free[place] < needs:
-                return False
-        if self.pools.has(request.prefix, path, places[0]) and (self.fleet.affinity or places[0] == STORE):
-            return True
-        waiting = self._loading if path == "remote" else self._slow[places[0]].waiting
-        return waiting <= self.fleet.ahead
-
-    def _start(self, request: _Request, path: Path, places: tuple[int, ...]) -> None:
+    def _start(self, request: FleetRequest, path: Path, places: tuple[int, ...]) -> None:
         request.path, request.places = path, places
-        self._homes[request.prefix] = path, places
-        self.result.paths[path] += 1
         self._requests[request.number] = request
         self._numbers[request.number] = random.Random(f"{self._seed} {request.number}")  # noqa: S311  (a simulation)
         prompt, new_tokens = request.lengths
         whole, fleet, place = self.fleet.full_bytes(prompt), self.fleet, places[0]
         if path == "remote":
-            self._loading += 1
+            self._dispatcher.loading += 1
             there, _ = self.pools.take(request.prefix, path, STORE, prompt, new_tokens, self._fast, whole)
             self.clock.at(there.arrives, lambda: self._decode_at_store(request, there))
             return
@@ -235,16 +138,16 @@ class FleetSimulation:
                 self._whole_from[request.prefix, place] = wire.send(fleet.following_bytes(prompt))
             self.clock.at(self._whole_from[request.prefix, place], lambda: self._made_whole(request))
 
-    def _loaded(self, request: _Request) -> None:
+    def _loaded(self, request: FleetRequest) -> None:
         if request.path == "fetch":
             self._decode_at_drafter(request)
         else:
             self._draft(request)
-        self._fill()  # the link has one transfer less to do
+        self._dispatcher.fill()  # the link has one transfer less to do
 
     # -- drafting and verifying ----------------------------------------------------------------------
 
-    def _draft(self, request: _Request) -> None:
+    def _draft(self, request: FleetRequest) -> None:
         assert request.live is not None
         live, prompt = request.live, request.arrival.prompt_tokens
         if request.whole:
@@ -259,7 +162,7 @@ class FleetSimulation:
         when = max(self.clock.now + self.fleet.slow.latency, request.held_from)
         self.clock.at(when, lambda: self._verify(request))
 
-    def _verify(self, request: _Request) -> None:
+    def _verify(self, request: FleetRequest) -> None:
         assert request.live is not None
         tokens, rows = request.arrival.prompt_tokens + request.live.committed, request.live.drafts + 1
 
@@ -273,7 +176,7 @@ class FleetSimulation:
         if stream:
             self._riding[request.prefix] = number
 
-    def _verdict(self, request: _Request) -> None:
+    def _verdict(self, request: FleetRequest) -> None:
         assert request.live is not None
         live, accepted = request.live, 0
         hazard = self.fleet.compression.hazard if request.arrival.hazard is None else request.arrival.hazard
@@ -288,13 +191,13 @@ class FleetSimulation:
         else:
             self._draft(request)
 
-    def _made_whole(self, request: _Request) -> None:
+    def _made_whole(self, request: FleetRequest) -> None:
         request.whole = True  # from its next verdict on it decodes plainly
-        self._fill()
+        self._dispatcher.fill()
 
     # -- plain decoding ------------------------------------------------------------------------------
 
-    def _decode_at_drafter(self, request: _Request) -> None:
+    def _decode_at_drafter(self, request: FleetRequest) -> None:
         assert request.live is not None
         live = request.live
         live.phase, live.reads = "plain", self.fleet.full_bytes(request.arrival.prompt_tokens + live.committed)
@@ -308,14 +211,14 @@ class FleetSimulation:
         if live.committed >= request.arrival.new_tokens:
             self._end(request)
 
-    def _decode_at_store(self, request: _Request, prefix: Prefix) -> None:
-        self._loading -= 1
+    def _decode_at_store(self, request: FleetRequest, prefix: Prefix) -> None:
+        self._dispatcher.loading -= 1
         prompt, new_tokens = request.lengths
         number = self._store.decode(
             prompt, self.fleet.full_bytes(prompt + new_tokens), self.fleet.full_bytes(new_tokens), prefix
         )
         self._jobs[number] = request
-        self._fill()
+        self._dispatcher.fill()
 
     def _store_token(self, number: int) -> None:
         request = self._jobs[number]
@@ -328,7 +231,7 @@ class FleetSimulation:
 
     # -- accounts ------------------------------------------------------------------------------------
 
-    def _committed(self, request: _Request, tokens: int) -> None:
+    def _committed(self, request: FleetRequest, tokens: int) -> None:
         if len(self.result.first_tokens) <= request.number:
             self.result.first_tokens += [-1.0] * (request.number + 1 - len(self.result.first_tokens))
         if self.result.first_tokens[request.number] < 0:
@@ -343,14 +246,14 @@ class FleetSimulation:
             count, since = self._steady_from
             self.result.steady_tokens_per_s = (self.result.tokens - count) / max(self.clock.now - since, 1e-12)
 
-    def _end(self, request: _Request) -> None:
+    def _end(self, request: FleetRequest) -> None:
         self.result.latencies.append(self.clock.now - request.arrival.at)
         if request.live is not None:
             self._drafters[request.places[0]].leave(request.live)
         for place in request.places:
             self.pools.give(request.prefix, request.path, place, request.arrival.new_tokens)
         del self._requests[request.number], self._numbers[request.number]
-        self._fill()
+        self._dispatcher.fill()
 
 
 def mean_lengths(arrivals: Sequence[Arrival]) -> tuple[int, int]:
