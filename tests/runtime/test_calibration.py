@@ -56,6 +56,7 @@ def damage(document: dict[str, Any], *path: str, value: Any) -> str:
     ("path", "value", "match"),
     [
         (["schema"], "vericache.calibration/9", "this version"),
+        (["schema"], "vericache.calibration/1", "this version"),
         (["fingerprint"], {"threads": 2}, "damaged"),
         (["costs", "read_seconds_per_byte"], -1, "damaged"),
         (["costs", "shapes"], {}, "damaged"),

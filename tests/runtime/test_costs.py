@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vericache_core.errors import ConfigError
-from vericache_core.runtime.costs import CostModel, Link, StepLoad, StepSample, SwapSample, fit
+from vericache_core.runtime.costs import Block, CostModel, Link, StepLoad, StepSample, SwapSample, fit
 
 TRUE = CostModel({8: 0.02, 32: 0.03, 128: 0.08}, read=1e-10, pair=2e-8, links={"host": Link(0.001, 2e-10)}, layers=30)
 
@@ -14,16 +14,24 @@ TRUE = CostModel({8: 0.02, 32: 0.03, 128: 0.08}, read=1e-10, pair=2e-8, links={"
 def steps(numbers: random.Random, noise: float, model: CostModel = TRUE) -> list[StepSample]:
     samples = []
     for _ in range(60):
-        load = StepLoad(numbers.choice([8, 32, 128]), numbers.uniform(0, 1e9), numbers.choice([0, numbers.uniform(0, 2e6)]))
+        block = Block(numbers.uniform(0, 1e9), numbers.choice([0, numbers.uniform(0, 2e6)]))
+        load = StepLoad(numbers.choice([8, 32, 128]), (block,) * numbers.choice([1, 3]))
         samples.append(StepSample(load, model.compute_seconds(load) * numbers.uniform(1 - noise, 1 + noise)))
     return samples
 
 
-def test_a_step_pays_its_padded_shape_its_reading_and_its_block_arithmetic() -> None:
-    assert TRUE.compute_seconds(StepLoad(9, 1e9, 1e6)) == pytest.approx(0.03 + 0.1 + 0.02)
+def test_a_step_pays_its_padded_shape_and_its_attention() -> None:
+    assert TRUE.compute_seconds(StepLoad(9)) == pytest.approx(0.03)
+    assert TRUE.compute_seconds(StepLoad(9, (Block(1e9),))) == pytest.approx(0.03 + 0.1)
     assert [TRUE.padded(rows) for rows in (1, 8, 9, 128, 129)] == [8, 8, 32, 128, 256]
     assert TRUE.rows_seconds(300) == pytest.approx(3 * 0.08)
-    assert StepLoad(1, 2, 3) + StepLoad(4, 5, 6) == StepLoad(5, 7, 9)
+
+
+def test_of_one_block_the_shorter_of_reading_and_multiplying_hides_in_part() -> None:
+    """0.03 s of reading and 0.04 s of multiplying take 0.05 s; one block hides nothing behind another."""
+    assert TRUE.attention_seconds(3e8, 2e6) == pytest.approx(0.05)
+    assert TRUE.attention_seconds(3e8) == pytest.approx(0.03)
+    assert TRUE.compute_seconds(StepLoad(8, (Block(3e8), Block(0, 2e6), Block(3e8, 2e6)))) == pytest.approx(0.02 + 0.12)
 
 
 def test_shapes_may_come_in_any_order() -> None:
@@ -49,11 +57,22 @@ def test_the_fit_finds_the_costs_behind_noisy_measurements() -> None:
     assert found.layers == 30
 
 
+def test_the_fit_of_exact_measurements_is_exact() -> None:
+    """Blocks where one of reading and multiplying takes far longer tell both apart from the shapes."""
+    loads = [StepLoad(8, (Block(5e7),) * 4), StepLoad(8, (Block(5e7, 8e3),) * 4)]
+    for shape in TRUE.shapes:
+        loads += [StepLoad(shape, (Block(shape / 2 * 2e4, shape * shape / 2),)), StepLoad(shape, (Block(5e7, shape * 2.5e3),))]
+    slow = CostModel(TRUE.shapes, read=1e-10, pair=2e-7)
+    found = fit([StepSample(load, slow.compute_seconds(load)) for load in loads], [], 1)
+    assert found.shapes == pytest.approx(slow.shapes, rel=1e-4)
+    assert (found.read, found.pair) == pytest.approx((slow.read, slow.pair), rel=1e-4)
+
+
 def test_no_cost_is_below_zero_however_the_measurements_lie() -> None:
     numbers = random.Random(2)
     free = CostModel(TRUE.shapes, read=1e-10, pair=0.0)
     for _ in range(5):
-        samples = [StepSample(s.load, s.seconds * (1 - s.load.pairs * 5e-8)) for s in steps(numbers, 0.02, free)]
+        samples = [StepSample(s.load, s.seconds * (1 - s.load.blocks[0].pairs * 5e-8)) for s in steps(numbers, 0.02, free)]
         found = fit(samples, [SwapSample("host", 1e6, 0.01), SwapSample("host", 1e9, 0.009)], 1)
         assert found.pair == 0.0
         assert found.read == pytest.approx(1e-10, rel=0.2)
@@ -62,13 +81,14 @@ def test_no_cost_is_below_zero_however_the_measurements_lie() -> None:
 
 def test_small_steps_count_as_much_as_large_ones() -> None:
     """Absolute errors would let a noisy large step bend the cost of a small one."""
-    samples = [StepSample(StepLoad(1, 0), 0.001), StepSample(StepLoad(1, 1e9), 1.2), StepSample(StepLoad(1, 2e9), 1.8)]
+    measured = {(): 0.001, (Block(1e9),): 1.2, (Block(2e9),): 1.8}
+    samples = [StepSample(StepLoad(1, blocks), seconds) for blocks, seconds in measured.items()]
     assert fit(samples, [], 1).shapes[1] == pytest.approx(0.001, rel=0.05)
 
 
 def test_what_was_never_measured_costs_nothing() -> None:
     found = fit([StepSample(StepLoad(8), 0.5)], [], 4)
-    assert found.compute_seconds(StepLoad(8, 1e9, 1e6)) == pytest.approx(0.5)
+    assert found.compute_seconds(StepLoad(8, (Block(1e9, 1e6),))) == pytest.approx(0.5)
     assert not found.links
 
 

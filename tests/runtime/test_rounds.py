@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -12,20 +13,25 @@ COSTS = CostModel({8: 0.02, 32: 0.03}, read=1e-9, pair=1e-7, links={"host": Link
 ALONE = Situation(1, tokens=1000, full_bytes=4e6, draft_bytes=1e6)
 
 
+def block(rows: int, reading: float = 0.004, tokens: int = 1000) -> float:
+    """Attention of so many rows, more than one, to full KV unless told otherwise."""
+    return math.hypot(reading, tokens * rows * 1e-7)
+
+
 def test_a_plain_token_reads_the_full_kv_and_a_share_of_the_step() -> None:
     assert round_seconds(COSTS, ALONE, 0) == pytest.approx(0.02 + 0.004)
     assert round_seconds(COSTS, dataclasses.replace(ALONE, requests=4), 0) == pytest.approx(0.02 / 4 + 0.004)
 
 
 def test_a_round_of_one_request_alone_is_its_drafts_and_one_larger_step() -> None:
-    expected = 10 * (0.02 + 0.001) + 0.03 + 0.004 + 1000 * 11 * 1e-7
+    expected = 10 * (0.02 + 0.001) + 0.03 + block(11)
     assert round_seconds(COSTS, ALONE, 10) == pytest.approx(expected)
 
 
 def test_verifies_of_many_requests_are_spread_over_the_steps() -> None:
     """With more requests than drafts in a window every step verifies some: 8 requests, windows of 3, 2 verifies a step."""
     many = dataclasses.replace(ALONE, requests=8)
-    expected = 3 * 0.001 + 0.004 + 1000 * 4 * 1e-7 + 4 * 0.03 / 8
+    expected = 3 * 0.001 + block(4) + 4 * 0.03 / 8
     assert round_seconds(COSTS, many, 3) == pytest.approx(expected)
 
 
@@ -40,28 +46,28 @@ def test_a_swap_hides_behind_the_whole_round_and_the_link_is_shared() -> None:
 def test_in_lock_step_a_swap_hides_behind_its_verify_only() -> None:
     lockstep = dataclasses.replace(ALONE, requests=2, swap_bytes=3e6, swapping=2, lockstep=True)
     drafting = 10 * (0.02 / 2 + 0.001)
-    verify = 0.004 + 1000 * 11 * 1e-7 + 0.03 / 2
+    verify = block(11) + 0.03 / 2
     assert round_seconds(COSTS, lockstep, 10) == pytest.approx(drafting + COSTS.overlapped(verify, 0.03))
 
 
 def test_a_proposer_makes_draft_steps_fewer_and_wider() -> None:
     """Ten drafts by five steps of two rows; the second row of a step costs the arithmetic of what was kept."""
     proposing = dataclasses.replace(ALONE, drafts_per_step=2.0, proposed=1.0)
-    expected = 5 * (0.02 + 0.001 + 250 * 2 * 1e-7) + 0.03 + 0.004 + 1000 * 11 * 1e-7
+    expected = 5 * (0.02 + block(2, 0.001, 250)) + 0.03 + block(11)
     assert round_seconds(COSTS, proposing, 10) == pytest.approx(expected)
     assert round_seconds(COSTS, proposing, 0) == round_seconds(COSTS, ALONE, 0)
     lockstep = dataclasses.replace(proposing, requests=2, lockstep=True)
-    drafting = 5 * (0.02 / 2 + 0.001 + 250 * 2 * 1e-7)
-    assert round_seconds(COSTS, lockstep, 10) == pytest.approx(drafting + 0.004 + 1000 * 11 * 1e-7 + 0.03 / 2)
+    drafting = 5 * (0.02 / 2 + block(2, 0.001, 250))
+    assert round_seconds(COSTS, lockstep, 10) == pytest.approx(drafting + block(11) + 0.03 / 2)
 
 
 def test_speculation_pays_rows_and_no_drafts() -> None:
     assert speculation_seconds(COSTS, ALONE, 0) == round_seconds(COSTS, ALONE, 0)
-    assert speculation_seconds(COSTS, ALONE, 9) == pytest.approx(0.03 + 0.004 + 1000 * 10 * 1e-7)
+    assert speculation_seconds(COSTS, ALONE, 9) == pytest.approx(0.03 + block(10))
     swapped = dataclasses.replace(ALONE, swap_bytes=1e9)
     assert speculation_seconds(COSTS, swapped, 9) == pytest.approx(10.0)
     lockstep = dataclasses.replace(ALONE, swap_bytes=3e6, lockstep=True)
-    assert speculation_seconds(COSTS, lockstep, 9) == pytest.approx(COSTS.overlapped(0.03 + 0.004 + 1000 * 10 * 1e-7, 0.03))
+    assert speculation_seconds(COSTS, lockstep, 9) == pytest.approx(COSTS.overlapped(0.03 + block(10), 0.03))
     assert RoundPricer(COSTS).speculation_prices(ALONE, 3) == tuple(
         speculation_seconds(COSTS, ALONE, count) for count in range(4)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_a_verify_waits_for_what_is_missing_and_hides_the_rest() -> None:
             StepPlan(parts=(Part(0, "verify", 3),), streams=(0,)),
         ]
     )
-    compute = 1.0 + 100 * 0.001 + 3 * 101.5 * 0.01
+    compute = 1.0 + math.hypot(100 * 0.001, 3 * 101.5 * 0.01)
     assert found.now == pytest.approx(2 * 1.05 + compute + 0.5 / 10)
     assert found.result.exposed_seconds == pytest.approx(0.05)
     assert found._requests[0].committed == 3

@@ -132,7 +132,7 @@ def test_plans_obey_what_the_bound_assumes() -> None:
     assert [plain[n] - plain[1] for n in plain] == pytest.approx([(n - 1) * (plain[1] - alone) for n in plain], rel=1e-6)
     rates = [alone, *drafted.values()]
     slopes = [(b - a) / more for (a, b), more in zip(itertools.pairwise(rates), (1, 1, 2, 4, 8), strict=True)]
-    assert slopes == sorted(slopes, reverse=True)
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(slopes))
     assert min(slopes) > 0
     assert slopes[0] <= (plain[1] - alone) / 0.3 * (1 + 1e-9)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.costs import Block, CostModel, StepLoad
 from vericache_core.runtime.hazard import accepted_at
 from vericache_core.runtime.rounds import WINDOWS
 
@@ -47,7 +47,7 @@ class Task:
 
 def plain_seconds(costs: CostModel, task: Task) -> float:
     """One plain token of every request."""
-    return costs.compute_seconds(StepLoad(task.requests, task.requests * task.full_bytes))
+    return costs.compute_seconds(StepLoad(task.requests, (Block(task.requests * task.full_bytes),)))
 
 
 def prefill_seconds(costs: CostModel, task: Task) -> float:
@@ -55,14 +55,14 @@ def prefill_seconds(costs: CostModel, task: Task) -> float:
     rows = max(costs.shapes)
     steps = -(-task.prefix // rows)
     pairs = task.prefix * task.prefix / 2
-    return steps * costs.rows_seconds(rows) + task.full_bytes * steps / 2 * costs.read + pairs * costs.pair
+    return steps * costs.rows_seconds(rows) + costs.attention_seconds(task.full_bytes * steps / 2, pairs)
 
 
 def cycle_seconds(costs: CostModel, task: Task, window: int, *, stateless: bool) -> float:
     """One cycle of every request: ``window`` drafts here, one verify there."""
-    draft = costs.compute_seconds(StepLoad(task.requests, task.requests * task.full_bytes * task.kept))
-    rows = task.requests * (window + 1)
-    verify = costs.compute_seconds(StepLoad(rows, task.requests * task.full_bytes, float(rows * task.prefix)))
+    draft = costs.compute_seconds(StepLoad(task.requests, (Block(task.requests * task.full_bytes * task.kept),)))
+    rows, block = window + 1, Block(task.full_bytes, float((window + 1) * task.prefix))
+    verify = costs.compute_seconds(StepLoad(task.requests * rows, (block,) * task.requests))
     reload = task.requests * task.full_bytes / task.reload if stateless else 0.0
     return max(window * draft, reload) + verify + task.latency
 

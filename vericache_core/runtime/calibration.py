@@ -14,7 +14,8 @@ from vericache_core.errors import ConfigError
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import Prior
 
-SCHEMA: Final = "vericache.calibration/1"
+SCHEMA: Final = "vericache.calibration/2"
+"""Version 1 had costs of attention that were to be added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,7 @@ def _parse(name: str, document: Mapping[str, Any], hint: str) -> Calibration:
         fingerprint = Fingerprint(**document["fingerprint"])
         costs = CostModel.from_json(document["costs"])
         priors = {str(key): Prior(**prior) for key, prior in document["priors"].items()}
-        # Files of before have no limit.
-        return Calibration(fingerprint, costs, priors, document.get("link_bytes_per_s"))
+        return Calibration(fingerprint, costs, priors, document["link_bytes_per_s"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name}: the calibration file is damaged", cause=cause, hint=hint) from error

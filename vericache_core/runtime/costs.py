@@ -1,8 +1,10 @@
 """Cost model: seconds of a step as a function of what it carries, fitted to measured steps.
 
-A step costs the time of its row shape (weights are read and multiplied once for all rows, short steps are
-padded up to the next shape), plus the time to read the KV that its rows attend to, plus the arithmetic of rows
-that come in blocks. A swap costs a latency and its bytes; layers stream in while others compute.
+A step costs the time of its row shape (weights are read and multiplied once for all rows, short steps are padded up
+to the next shape), plus the attention of each of its blocks. A block reads its KV once for all its rows while it
+multiplies, so that the shorter of the two hides in part behind the longer: together they take the root of the sum of
+their squares (docs/scheduling.md has other forms). A swap costs a latency and its bytes; layers stream in while
+others compute.
 """
 
 from __future__ import annotations
@@ -11,9 +13,25 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from vericache_core.errors import ConfigError
+
+MOST_ROUNDS: Final = 50
+"""Of a fit; about ten are enough."""
+
+
+class Block(NamedTuple):
+    """Rows that attend to one cache.
+
+    Attributes:
+        read_bytes: device KV bytes that attention reads, once for all rows.
+        pairs: rows times cached tokens. 0 for a single row (a draft, plain decoding), whose reading is all that shows:
+            several of them may be one block, with what they read together.
+    """
+
+    read_bytes: float
+    pairs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +40,11 @@ class StepLoad:
 
     Attributes:
         rows: query rows, 1 or more; the step is padded to the next shape.
-        read_bytes: device KV bytes that attention reads. A row of a draft or of plain decoding reads its cache once;
-            the rows of one verify or prefill share one reading.
-        pairs: for rows that come in blocks (verify, prefill), rows times cached tokens, summed: their arithmetic.
+        blocks: what they attend to.
     """
 
     rows: int
-    read_bytes: float = 0.0
-    pairs: float = 0.0
-
-    def __add__(self, other: StepLoad) -> StepLoad:
-        return StepLoad(self.rows + other.rows, self.read_bytes + other.read_bytes, self.pairs + other.pairs)
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +70,8 @@ class CostModel:
 
     Attributes:
         shapes: seconds of a step by its number of rows, without any KV, ascending.
-        read: seconds per byte of device KV read.
-        pair: seconds per pair of block row and cached token.
+        read: seconds per byte of device KV read, where nothing hides it.
+        pair: seconds per pair of block row and cached token, where nothing hides it.
         links: by tier, ``host`` and ``disk``.
         layers: of the model; a swap overlaps with compute layer by layer.
 
@@ -101,7 +113,11 @@ class CostModel:
 
     def compute_seconds(self, load: StepLoad) -> float:
         """Seconds of a step that waits for no swap."""
-        return self.rows_seconds(load.rows) + load.read_bytes * self.read + load.pairs * self.pair
+        return self.rows_seconds(load.rows) + sum(self.attention_seconds(*block) for block in load.blocks)
+
+    def attention_seconds(self, read_bytes: float, pairs: float = 0.0) -> float:
+        """Seconds that a :class:`Block` of these adds to a step."""
+        return math.hypot(read_bytes * self.read, pairs * self.pair)
 
     def swap_seconds(self, tier: str, nbytes: float) -> float:
         """Link seconds to bring ``nbytes`` from ``tier``.
@@ -185,17 +201,46 @@ def fit(steps: Sequence[StepSample], swaps: Sequence[SwapSample], layers: int) -
     for seconds in [*(step.seconds for step in steps), *(swap.seconds for swap in swaps)]:
         if not 0 < seconds < math.inf:
             raise ConfigError(f"a calibration sample took {seconds!r} seconds", hint="calibrate again")
-    shapes = sorted({sample.load.rows for sample in steps})
-    rows = [
-        [*(float(sample.load.rows == shape) for shape in shapes), sample.load.read_bytes, sample.load.pairs] for sample in steps
-    ]
-    found = _not_negative(rows, [sample.seconds for sample in steps])
+    shapes, read, pair = _fit_steps(steps)
     links = {}
     for tier in sorted({swap.tier for swap in swaps}):
         own = [swap for swap in swaps if swap.tier == tier]
         latency, per_byte = _not_negative([[1.0, swap.nbytes] for swap in own], [swap.seconds for swap in own])
         links[tier] = Link(latency, per_byte)
-    return CostModel(dict(zip(shapes, found, strict=False)), found[-2], found[-1], links, layers)
+    return CostModel(shapes, read, pair, links, layers)
+
+
+def _fit_steps(steps: Sequence[StepSample]) -> tuple[dict[int, float], float, float]:
+    """Costs of shapes, of a byte read and of a pair.
+
+    Attention is not linear in the last two, but it is the sum of both, each times its slope. With the slopes of one
+    solution the next is better, until they stand still.
+    """
+    shapes = sorted({sample.load.rows for sample in steps})
+    seconds = [sample.seconds for sample in steps]
+    blocks = [block for sample in steps for block in sample.load.blocks]
+    # To begin with, reading and multiplying take equally long, on the whole.
+    read = 1 / max(1.0, sum(block.read_bytes for block in blocks))
+    pair = 1 / max(1.0, sum(block.pairs for block in blocks))
+    costs: list[float] = []
+    for _ in range(MOST_ROUNDS):
+        rows = []
+        for sample in steps:
+            slopes = [_slopes(block, read, pair) for block in sample.load.blocks]
+            attention = [sum(by_read for by_read, _ in slopes), sum(by_pair for _, by_pair in slopes)]
+            rows.append([*(float(sample.load.rows == shape) for shape in shapes), *attention])
+        before, costs = costs, _not_negative(rows, seconds)
+        read, pair = costs[-2:]
+        if before and all(math.isclose(*each, rel_tol=1e-6) for each in zip(before, costs, strict=True)):
+            break
+    return dict(zip(shapes, costs[:-2], strict=True)), read, pair
+
+
+def _slopes(block: Block, read: float, pair: float) -> tuple[float, float]:
+    """By how much the seconds of ``block`` grow with the cost of a byte, and with that of a pair."""
+    reading, multiplying = block.read_bytes * read, block.pairs * pair
+    together = math.hypot(reading, multiplying)
+    return (block.read_bytes * reading / together, block.pairs * multiplying / together) if together else (0.0, 0.0)
 
 
 def _not_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

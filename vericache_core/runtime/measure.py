@@ -14,7 +14,7 @@ from vericache_core.cache.tiers import DiskStore, HostStore, TierStore
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.probe import Attend, Sequence1, run_blocks
 from vericache_core.runtime.calibration import Fingerprint, processor_name
-from vericache_core.runtime.costs import CostModel, StepLoad, StepSample, SwapSample, fit
+from vericache_core.runtime.costs import Block, CostModel, StepLoad, StepSample, SwapSample, fit
 
 CONTEXT = 2048
 """Cached tokens of the steps that measure attention, unless the model takes fewer."""
@@ -30,28 +30,36 @@ def measure(adapter: ModelAdapter, attend: Attend, swap_dir: str | None = None, 
         ConfigError, SwapError: a tier cannot be used or a clock stood still.
     """
     context = CONTEXT if adapter.max_positions is None else min(CONTEXT, adapter.max_positions - adapter.most_rows - 1)
+    token_bytes = sum(layer.token_bytes for layer in adapter.layers)
     sequences = [Sequence1(adapter) for _ in range(4)]
     for sequence in sequences:
         for pages in sequence.pages:
             pages.reserve(context + adapter.most_rows)
             for part in (part for number in range(pages.capacity // pages.page(0)[1].shape[1]) for part in pages.page(number)):
                 part.zero_()  # pages come as they were; not-a-number would cost nothing extra but says nothing either
-    runs: list[tuple[StepLoad, Callable[[], object]]] = []
-    token_bytes = sum(layer.token_bytes for layer in adapter.layers)
-    smallest = adapter.shapes[0]
-    read = float(token_bytes * context)
-    some = sequences[: min(len(sequences), smallest)]
-    runs.append((StepLoad(smallest, read * len(some)), _step(adapter, attend, some, context, 1)))
-    for shape in adapter.shapes:
-        # A step runs in the smallest shape that holds its rows, so a shape is measured with as many rows as it has.
-        runs.append((StepLoad(shape, 0.0, shape * shape / 2), _step(adapter, attend, sequences[:1], 0, shape)))
-        runs.append((StepLoad(shape, read, float(shape * context)), _step(adapter, attend, sequences[:1], context, shape)))
+    runs = []
+    for count, cached, rows in _blocks(adapter.shapes, len(sequences), context):
+        shape = next(shape for shape in adapter.shapes if shape >= count * rows)
+        tokens = cached + rows / 2  # of its own block a row sees half, on average
+        block = Block(tokens * token_bytes, rows * tokens if rows > 1 else 0.0)
+        runs.append((StepLoad(shape, (block,) * count), _step(adapter, attend, sequences[:count], cached, rows)))
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for (_, run), own in zip(runs, times, strict=True):
             own.append(_seconds(run, adapter.device))
     steps = [StepSample(load, min(own)) for (load, _), own in zip(runs, times, strict=True)]
     return fit(steps, _swaps(adapter, context, swap_dir, repeats), len(adapter.layers))
+
+
+def _blocks(shapes: Sequence[int], sequences: int, context: int) -> list[tuple[int, int, int]]:
+    """Steps to measure, each as how many blocks alike it has, their cached tokens and their rows."""
+    some = min(sequences, shapes[0])
+    found = [(some, context, 1)]
+    for shape in shapes:
+        # A step runs in the smallest shape that holds its rows, so a shape is measured with as many rows as it has.
+        found += [(1, 0, shape), (1, context, shape)]
+    # Verifies are blocks of a few rows, for which reading and multiplying take about as long.
+    return found + [(some, context, shape // some) for shape in shapes[:2] if shape // some > 1]
 
 
 def fingerprint(adapter: ModelAdapter) -> Fingerprint:

@@ -98,7 +98,7 @@ def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
     drafts, draft_rows = window / situation.drafts_per_step, 1 + situation.proposed
     load, link = _authoritative(costs, situation, window)
     kept = situation.tokens * situation.draft_bytes / situation.full_bytes if situation.proposed else 0.0
-    drafting = drafts * (situation.draft_bytes * costs.read + kept * draft_rows * costs.pair)
+    drafting = drafts * costs.attention_seconds(situation.draft_bytes, kept * draft_rows)
     together = math.ceil(requests * draft_rows)
     if situation.lockstep:
         drafting += drafts * costs.rows_seconds(together) / requests
@@ -124,7 +124,7 @@ def speculation_seconds(costs: CostModel, situation: Situation, proposals: int) 
 
 def _authoritative(costs: CostModel, situation: Situation, further: int) -> tuple[float, float]:
     """Seconds to attend with one row and ``further`` ones to the full KV, and of the link: a request's share of both."""
-    load = situation.full_bytes * costs.read + (situation.tokens * (1 + further) * costs.pair if further else 0.0)
+    load = costs.attention_seconds(situation.full_bytes, situation.tokens * (1 + further) if further else 0.0)
     link = costs.swap_seconds(situation.tier, situation.swap_bytes) if situation.swap_bytes else 0.0
     return load, link * max(1, situation.swapping) / situation.requests
 

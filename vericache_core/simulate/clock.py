@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vericache_core.errors import VeriCacheError
 from vericache_core.runtime.admission import QueueFull
-from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.costs import Block, CostModel, StepLoad
 from vericache_core.runtime.rounds import RoundPricer, Situation
 from vericache_core.runtime.schedulable import Part, Scheduler, StepPlan
 from vericache_core.runtime.speculation import MOST_PROPOSALS, ProposalExperience, SpeculationPace
@@ -232,14 +232,13 @@ class Simulation:
             self._apply(part)
 
     def _load(self, parts: Sequence[Part]) -> StepLoad:
-        read = pairs = 0.0
+        blocks = []
         for part in parts:
             request = self._requests[part.number]
             own = request.draft_bytes if part.phase == "draft" else request.full_bytes
-            read += own
-            if part.rows > 1:
-                pairs += part.rows * (own / request.token_bytes + part.rows / 2)
-        return StepLoad(sum(part.rows for part in parts), read, pairs)
+            pairs = part.rows * (own / request.token_bytes + part.rows / 2) if part.rows > 1 else 0.0
+            blocks.append(Block(own, pairs))
+        return StepLoad(sum(part.rows for part in parts), tuple(blocks))
 
     def _remember(self, parts: Sequence[Part], swapping: Sequence[int], seconds: float) -> None:
         held = sum(self._requests[request.number].device_bytes for request in self.scheduler.running)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vericache_core.errors import ConfigError
 from vericache_core.runtime.admission import AdmissionPolicy
-from vericache_core.runtime.costs import CostModel, StepLoad
+from vericache_core.runtime.costs import Block, CostModel, StepLoad
 from vericache_core.runtime.hazard import Prior
 from vericache_core.runtime.lockstep import LockstepScheduler
 from vericache_core.runtime.modes import LOCKSTEP_MARGIN, MODES, SWAP_MARGIN, Demand, Mix, Mode, best_mix
@@ -152,7 +152,7 @@ def _step_seconds(setup: Setup) -> float:
     """A step that drafts for as many requests as there are or fit; the scheduler soon measures it."""
     prompts = sum(arrival.prompt_tokens for arrival in setup.arrivals) * setup.token_bytes
     read = min(setup.budget.device, prompts * setup.compression.keep)
-    return setup.costs.compute_seconds(StepLoad(len(setup.arrivals), read))
+    return setup.costs.compute_seconds(StepLoad(len(setup.arrivals), (Block(read),)))
 
 
 def _modes(setup: Setup) -> tuple[list[Mode], int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-from vericache_core.runtime.costs import CostModel, Link, StepLoad
+from vericache_core.runtime.costs import Block, CostModel, Link, StepLoad
 from vericache_core.runtime.rounds import WINDOWS
 from vericache_core.simulate.compression import Compression
 
@@ -225,7 +225,7 @@ def use_of(fleet: Fleet, path: Path, prompt: int, new_tokens: int, window: int, 
     # Requests of one prompt ride along where streams are what all wait for.
     stream, rows = fleet.fast.seconds(full) * here, window + 1
     beside = costs.rows_seconds(places.plain) if places.plain else 0.0
-    verify = full * costs.read + rows * prompt * costs.pair + costs.rows_seconds(places.plain + rows) - beside
+    verify = costs.attention_seconds(full, rows * prompt) + costs.rows_seconds(places.plain + rows) - beside
     held = 1.5 * step + verify  # to the next step and through it
     stateless = path.endswith("stateless")
     cycle = window * draft_step + 2 * fleet.slow.latency + held + (stream if stateless else 0.0)
@@ -276,7 +276,7 @@ def _fitting(room: float, held: float) -> int:
 
 def _shared_step(fleet: Fleet, read: float, count: int) -> tuple[float, float]:
     """Seconds of a step of so many requests, each of which reads so much, and each one's share."""
-    seconds = fleet.costs.compute_seconds(StepLoad(count, count * read))
+    seconds = fleet.costs.compute_seconds(StepLoad(count, (Block(count * read),)))
     return seconds, seconds / count
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from vericache_core.runtime.admission import AdmissionPolicy
-from vericache_core.runtime.costs import CostModel, Link, StepLoad
+from vericache_core.runtime.costs import Block, CostModel, Link, StepLoad
 from vericache_core.runtime.schedulable import NOTHING, Bytes, Part
 from vericache_core.runtime.scheduler import StaggeredScheduler
 
@@ -109,7 +109,8 @@ class Drafter:
             return
         self._stepping = True
         inside = list(self.active.values())
-        seconds = self._costs.compute_seconds(StepLoad(len(inside), sum(request.reads for request in inside)))
+        read = Block(sum(request.reads for request in inside))
+        seconds = self._costs.compute_seconds(StepLoad(len(inside), (read,)))
         self.busy += seconds
         self.rows += len(inside)
         self._clock.at(self._clock.now + seconds, lambda: self._end(inside))
@@ -285,19 +286,18 @@ class Verifier:
         self._clock.at(now + seconds, end)
 
     def _load(self, parts: list[Part]) -> StepLoad:
-        rows, read, pairs = 0, 0.0, 0.0
+        rows, blocks = 0, []
         for part in parts:
             job = self.jobs[part.number]
-            read += job.full_bytes
+            blocks.append(Block(job.full_bytes, job.rows * job.tokens if job.drafting else 0.0))
             if job.drafting:
                 rows += job.rows
-                pairs += job.rows * job.tokens
                 self.verified_rows += job.rows
                 self.verifies += 1
             else:
                 rows += 1
                 self.plain_rows += 1
-        return StepLoad(rows, read, pairs)
+        return StepLoad(rows, tuple(blocks))
 
     def _end(self, parts: list[Part]) -> None:
         for part in parts:
