@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vericache_core.errors import ConfigError
-from vericache_core.runtime.costs import Block, CostModel, Link, StepLoad, StepSample, SwapSample, fit
+from vericache_core.runtime.costs import Block, CostModel, Link, StepLoad, StepSample, SwapSample, _not_negative, fit
 
 TRUE = CostModel({8: 0.02, 32: 0.03, 128: 0.08}, read=1e-10, pair=2e-8, links={"host": Link(0.001, 2e-10)}, layers=30)
 
@@ -77,6 +80,48 @@ def test_no_cost_is_below_zero_however_the_measurements_lie() -> None:
         assert found.pair == 0.0
         assert found.read == pytest.approx(1e-10, rel=0.2)
         assert found.links["host"].seconds_per_byte == 0.0
+
+
+def error(rows: list[list[float]], seconds: list[float], costs: Sequence[float]) -> float:
+    return sum(
+        (sum(value * cost for value, cost in zip(row, costs, strict=True)) / time - 1) ** 2
+        for row, time in zip(rows, seconds, strict=True)
+    )
+
+
+def test_the_best_costs_are_those_of_the_best_subset() -> None:
+    """An optimum is an ordinary one over some of the unknowns: with few of them all subsets can be tried."""
+    numbers, bound = random.Random(3), 0
+    for _ in range(40):
+        rows = [[numbers.choice([0.0, 1.0]), *(numbers.uniform(0, most) for most in (1, 1, 9))] for _ in range(9)]
+        seconds = [numbers.uniform(0.5, 2) for _ in rows]
+        relative = np.array(rows) / np.array(seconds)[:, None]
+        least = float(len(rows))
+        for count in range(1, 5):
+            for subset in map(list, itertools.combinations(range(4), count)):
+                costs = np.zeros(4)
+                costs[subset] = np.linalg.lstsq(relative[:, subset], np.ones(len(rows)), rcond=None)[0]
+                if (costs >= 0).all():
+                    least = min(least, error(rows, seconds, costs.tolist()))
+        found = _not_negative(rows, seconds)
+        assert min(found) >= 0
+        assert error(rows, seconds, found) == pytest.approx(least, rel=1e-6)
+        bound += 0.0 in found
+    assert 5 < bound < 40
+
+
+def test_many_shapes_are_fitted_at_once() -> None:
+    """Trying subsets would take longer than anybody waits once one cost is bound to zero."""
+    shapes = {rows: 0.02 + 0.001 * rows for rows in range(8, 128, 4)}
+    model = CostModel(shapes, read=1e-10, pair=0.0)
+    samples = [
+        StepSample(StepLoad(rows, blocks), model.compute_seconds(StepLoad(rows, blocks)) * sooner)
+        for rows in shapes
+        for blocks, sooner in (((), 1.0), ((Block(5e7),), 1.0), ((Block(5e7, 1e6),), 0.9))
+    ]
+    found = fit(samples, [], 1)
+    assert found.pair == 0.0
+    assert min(found.shapes.values()) > 0
 
 
 def test_small_steps_count_as_much_as_large_ones() -> None:

@@ -9,7 +9,6 @@ others compute.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,8 @@ from vericache_core.errors import ConfigError
 
 MOST_ROUNDS: Final = 50
 """Of a fit; about ten are enough."""
+TOLERANCE: Final = 1e-12
+"""Of costs in units of the largest share that they have in a measurement."""
 
 
 class Block(NamedTuple):
@@ -244,30 +245,32 @@ def _slopes(block: Block, read: float, pair: float) -> tuple[float, float]:
 
 
 def _not_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares of relative errors under "no unknown is negative".
+    """Least squares of relative errors under "no unknown is negative", by the active sets of Lawson and Hanson.
 
-    The best solution is an ordinary one over some subset of the unknowns, and there are few of them: the subsets
-    are tried, largest first, and the first whose error nobody beats wins.
+    Unknowns are freed from zero one by one, the one that promises most first. Where that would take others below zero,
+    they are bound to it again.
     """
     import numpy as np
 
     matrix = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
     scale = np.abs(matrix).max(axis=0)
-    used = [column for column in range(matrix.shape[1]) if scale[column] > 0]
-    matrix = matrix[:, used] / scale[used]
+    scale[scale == 0] = 1.0  # what was never measured stays at zero
+    matrix /= scale
     target = np.ones(len(seconds))
-    best, error = np.zeros(len(used)), math.inf
-    for count in range(len(used), 0, -1):
-        for subset in itertools.combinations(range(len(used)), count):
-            found = np.linalg.lstsq(matrix[:, subset], target, rcond=None)[0]
-            if (found < 0).any():
-                continue
-            residual = float(((matrix[:, subset] @ found - target) ** 2).sum())
-            if residual < error - 1e-12:
-                best, error = np.zeros(len(used)), residual
-                best[list(subset)] = found
-        if error < math.inf and count == len(used):
-            break  # no constraint binds
-    costs = np.zeros(len(scale))
-    costs[used] = best / scale[used]
-    return [float(cost) for cost in costs]
+    found, free = np.zeros(len(scale)), np.zeros(len(scale), dtype=bool)
+    for _ in range(3 * len(scale)):  # it ends by itself, but for rounding
+        gain = np.where(free, 0.0, matrix.T @ (target - matrix @ found))
+        if gain.max() <= TOLERANCE:
+            break
+        free[gain.argmax()] = True
+        while free.any():
+            best = np.zeros(len(scale))
+            best[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+            below = free & (best <= 0)
+            if not below.any():
+                found = best
+                break
+            found += min(found[below] / (found[below] - best[below])) * (best - found)
+            free &= found > TOLERANCE
+            found[~free] = 0.0
+    return [float(cost) for cost in found / scale]
