@@ -42,7 +42,7 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
         prompts = make_prompts(engine.tokenizer, engine.adapter.vocab_size, job["prefix"], job["requests"])
         params = SamplingParams(max_new_tokens=job["tokens"], ignore_eos=True)
         started = time.perf_counter()
-        shared = engine.make_request(
+        shared = engine.builder.make_request(
             prompts[0][: job["prefix"]], SamplingParams(max_new_tokens=2, ignore_eos=True), _full(engine)
         )
         engine.loop.add(shared)
@@ -54,7 +54,7 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
         for prompt in prompts:
             full = _full(engine)
             full.begin_with(shared.full.device_pages, job["prefix"])
-            requests.append(engine.make_request(prompt, params, full))
+            requests.append(engine.builder.make_request(prompt, params, full))
             engine.loop.add(requests[-1])
         while not all(request.finished for request in requests):
             engine.loop.step()
@@ -65,7 +65,7 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _full(engine: Any) -> Any:
-    return engine.make_full_kv(None, "device")
+    return engine.builder.make_full_kv(None, "device")
 
 
 def make_prompts(tokenizer: Any, vocab: int, prefix: int, requests: int) -> list[list[int]]:

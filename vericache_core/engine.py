@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vericache_core.building import CONFIGURED, Prompt, RequestBuilding
+from vericache_core.attach import Compressors
+from vericache_core.building import CONFIGURED, RequestBuilder
 from vericache_core.cache.link import Link
 from vericache_core.cache.ring import SwapRing
 from vericache_core.cache.tiers import DiskStore
@@ -19,12 +20,12 @@ from vericache_core.model.adapter import ModelAdapter
 from vericache_core.model.admission import admit, other_shapes
 from vericache_core.model.graphs import capture_steps
 from vericache_core.model.load import load_model
-from vericache_core.model.prompts import ending_ids
-from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of
+from vericache_core.model.prompts import Prompt, is_single_prompt, text_encoder
+from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of, progress_of
 from vericache_core.plugins.registry import Registry, default_registry
+from vericache_core.runtime.assistant import load_assistant
 from vericache_core.runtime.backend import choose_attention, set_threads
 from vericache_core.runtime.background import is_safe
-from vericache_core.runtime.detokenize import TextDecoder
 from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.measure import fingerprint, measure
 from vericache_core.runtime.planning import Planner
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int, int], None]
 
 
-class Engine(RequestBuilding):
+class Engine:
     """Generates over one model. Use one thread at a time; a second one waits.
 
     Build with :meth:`from_pretrained`, or give a loaded ``transformers`` model. ``assistant`` is a model with its
@@ -64,10 +65,12 @@ class Engine(RequestBuilding):
             set_threads(self.config.threads)
         self.tokenizer = tokenizer
         self.adapter = ModelAdapter(model, self.config.rows, self.config.pack_weights, self.config.fuse)
-        self._registry = (registry or default_registry()).without(self.config.disable_plugins)
+        self.compressors = Compressors(registry or default_registry(), self.config, self.adapter.layers)
         self.attention, attend = choose_attention(self.config.attention, self.adapter.device)
         self.attend = attend
-        self._assistant = self._make_assistant(assistant) if self.config.proposer == "assistant" else None
+        helper = None
+        if self.config.proposer == "assistant":
+            helper = load_assistant(self.config, assistant, self.adapter, tokenizer, attend)
         rows = self.config.rows
         further = () if self.config.shapes == "one" else other_shapes(rows)
         self.admission = admit(self.adapter, attend, self.config.identity, self.config.probe, further)
@@ -75,8 +78,6 @@ class Engine(RequestBuilding):
         self.reuse = open_reuse(self.config, self.adapter, tokenizer, self.attention)
         self.audit = None if self.config.audit_every is None else IdentityAudit(self, None, self.config.audit_every)
         self._ring = SwapRing(self.config.ring_layers, self.adapter.device, Link(self.config.link_bytes_per_s))
-        self._eos = ending_ids(model, tokenizer)
-        self._decode = None if tokenizer is None else TextDecoder(tokenizer)
         self._lock = threading.RLock()
         # What runs here although the full KV is elsewhere (a plain request, recovery) has its own on the device.
         local = replace(self.config, full_kv="device", remote=None) if self.config.full_kv == "remote" else self.config
@@ -86,6 +87,7 @@ class Engine(RequestBuilding):
             lambda: measure(self.adapter, attend, self.config.swap_dir),
             lambda: fingerprint(self.adapter),
         )
+        encode = text_encoder(tokenizer)
         make_loop: Callable[..., StepLoop] = StepLoop
         if self.config.full_kv == "remote":
             from vericache_core.remote import require_grpc
@@ -99,20 +101,33 @@ class Engine(RequestBuilding):
             attend,
             self._ring,
             self.planner.scheduler,
-            lambda request: self._full_kv(request.compressor, request.metrics.mode),
+            lambda request: self.builder.make_full_kv(request.compressor, self.builder.tier(request.metrics.mode)),
             self.planner.holds,
             self.config.fold,
             self.config.on_compressor_error,
             self.config.on_swap_error,
-            None if tokenizer is None else self._encode,
+            encode,
             lambda: is_safe(self.attention, self.adapter.packed_bytes > 0),
             self.planner.link_meter,
             self.reuse,
         )
+        self.builder: RequestBuilder = RequestBuilder(
+            self.config,
+            self.adapter,
+            tokenizer,
+            encode,
+            self._ring,
+            self.planner,
+            self.loop.company,
+            self.compressors,
+            helper,
+            self.admission.identity,
+        )
         if self.config.compressor is not None:
             if self.planner.chooses:
                 _ = self.planner.pricer  # measured now, while nothing else runs
-            self._compressor(self.config.compressor)  # an unknown name or a bad option must not wait for the first prompt
+            # An unknown name or a bad option must not wait for the first prompt.
+            self.compressors.configured(self.config.compressor)
 
     @classmethod
     def from_pretrained(cls, model: str = "demo", config: EngineConfig | None = None, **overrides: Any) -> Engine:
@@ -170,14 +185,14 @@ class Engine(RequestBuilding):
             requests: list[Request] = []
             try:
                 for prompt, own, name in zip(many, each, names, strict=True):
-                    requests.append(self._request(prompt, own, name, record_logits, company=len(many)))
+                    requests.append(self.builder.for_prompt(prompt, own, name, record_logits=record_logits, company=len(many)))
                 coming = deque(requests)
                 while any(not request.finished for request in requests):
                     while coming and self.loop.queued < self.config.max_queue:
                         self.loop.add(coming.popleft())
                     self.loop.step()
                     if progress is not None:
-                        progress(*_progress(requests))
+                        progress(*progress_of(requests))
             finally:
                 for request in requests:
                     self._drop(request)
@@ -192,7 +207,7 @@ class Engine(RequestBuilding):
             VeriCacheError: the request failed; everything yielded before is right.
         """
         with self._lock:
-            request = self._request(prompt, params or SamplingParams(), compressor, False)
+            request = self.builder.for_prompt(prompt, params or SamplingParams(), compressor)
             self.loop.add(request)
         seen = 0
         try:
@@ -234,7 +249,10 @@ class Engine(RequestBuilding):
         """
         with self._lock:
             company = len(self.loop.live) + 1
-            request = self._request(prompt, params or SamplingParams(), compressor, record_logits, company, priority)
+            own = params or SamplingParams()
+            request = self.builder.for_prompt(
+                prompt, own, compressor, record_logits=record_logits, company=company, priority=priority
+            )
             request.tenant = tenant
             try:
                 self.loop.add(request)
@@ -286,20 +304,3 @@ class Engine(RequestBuilding):
         if self.audit is not None and output.metrics.identical is None:
             output.metrics.identical = self.audit.consider(output, request.params)
         return output
-
-
-def _progress(requests: Sequence[Request]) -> tuple[int, int, int, int]:
-    return (
-        sum(min(request.full.tokens, request.prompt_tokens) for request in requests),
-        sum(request.prompt_tokens for request in requests),
-        sum(len(request.generated) for request in requests),
-        sum(request.params.max_new_tokens for request in requests),
-    )
-
-
-def is_single_prompt(prompts: Any) -> bool:
-    """Whether ``prompts`` is one prompt (text, token ids, chat) rather than a list of prompts."""
-    if isinstance(prompts, str):
-        return True
-    first = next(iter(prompts), None)
-    return isinstance(first, int | Mapping)

@@ -1,8 +1,8 @@
-"""What callers of the engine hold in their hands: a submitted request, pieces of its answer, and its result."""
+"""What callers of the engine hold in their hands: a submitted request, how far it is, pieces of its answer, its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,4 +106,14 @@ def output_of(request: Request, vocab_size: int, dtype: torch.dtype) -> RequestO
         logprobs=None if output.logprobs is None else tuple(output.logprobs),
         error=request.error,
         logits=logits,
+    )
+
+
+def progress_of(requests: Sequence[Request]) -> tuple[int, int, int, int]:
+    """Prompt rows done, prompt rows, new tokens, and the most new tokens, of all ``requests`` together."""
+    return (
+        sum(min(request.full.tokens, request.prompt_tokens) for request in requests),
+        sum(request.prompt_tokens for request in requests),
+        sum(len(request.generated) for request in requests),
+        sum(request.params.max_new_tokens for request in requests),
     )

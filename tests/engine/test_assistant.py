@@ -126,7 +126,7 @@ def test_its_memory_counts_into_the_budget(model: Any, expected: dict[str, list[
     with engine(model, model) as free:
         free.generate(PROMPTS, GREEDY)
         unbounded = free.loop.peak_device_kv_bytes
-        requests = [free._request(prompt, GREEDY, "random", False) for prompt in PROMPTS]
+        requests = [free.builder.for_prompt(prompt, GREEDY, "random") for prompt in PROMPTS]
         alone = max(free.planner.holds(request).device + free.loop._transient(request) for request in requests)
         rows = max(request.greatest_length for request in requests) * sum(one.token_bytes for one in free.adapter.layers)
         assert alone > rows  # the assistant is the model itself, and holds its KV besides
@@ -161,8 +161,8 @@ def test_faults_of_the_assistant_end_its_proposals_and_nothing_else(
     model: Any, expected: dict[str, list[RequestOutput]], compressor: str | None, kind: str, after: int
 ) -> None:
     with engine(model, model, compressor=compressor, keep=0.5 if compressor else None) as ours:
-        assert ours._assistant is not None
-        Faulty(ours._assistant, kind, after)
+        assert ours.builder.assistant is not None
+        Faulty(ours.builder.assistant, kind, after)
         found = ours.generate(PROMPTS, GREEDY, record_logits=True)
     assert_all_same(found, expected["greedy"])
     degraded = [text for output in found for text in output.metrics.degraded]
@@ -173,8 +173,8 @@ def test_faults_of_the_assistant_end_its_proposals_and_nothing_else(
 
 def test_drafting_goes_on_after_the_assistant_has_failed(model: Any, expected: dict[str, list[RequestOutput]]) -> None:
     with engine(model, model, compressor="identity", keep=None) as ours:
-        assert ours._assistant is not None
-        Faulty(ours._assistant, "raises", 0)
+        assert ours.builder.assistant is not None
+        Faulty(ours.builder.assistant, "raises", 0)
         found = ours.generate(PROMPTS, GREEDY, record_logits=True)
     assert_all_same(found, expected["greedy"])
     assert all(output.metrics.rounds and not output.metrics.proposed for output in found)
@@ -293,7 +293,7 @@ def test_what_it_costs_is_measured_and_rests_count(model: Any) -> None:
 
 def test_prices_of_rounds_include_it(model: Any) -> None:
     with engine(model, other(), window="auto") as ours:
-        request = ours._request(PROMPTS[3], GREEDY, "random", False)
+        request = ours.builder.for_prompt(PROMPTS[3], GREEDY, "random")
         assert request.pace is not None
         assert request.proposer is not None
         before = request.pace._prices()

@@ -40,5 +40,5 @@ def test_keeping_everything_exactly_accepts_every_draft() -> None:
     whole = CompressorSpec("whole", lambda _: RoundQuantizer(residual=1000), IdentityOptions, "quantization", API_VERSION)
     ours = engine_over(model("llama"), specs=[whole], compressor="identity+whole", fold=4)
     (found,) = ours.generate(PROMPT, SamplingParams(max_new_tokens=30))
-    assert isinstance(ours._compressor("identity+whole"), ChainCompressor)
+    assert isinstance(ours.compressors.configured("identity+whole"), ChainCompressor)
     assert found.metrics.acceptance == 1

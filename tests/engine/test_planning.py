@@ -15,7 +15,7 @@ PROMPT = [1 + at % 90 for at in range(1024)]
 def draft_bytes(**config: Any) -> float:
     """Device bytes that one request is expected to hold beside its full KV on the host."""
     with Engine(build("llama", max_position_embeddings=2048), config=EngineConfig(compressor="random", **config)) as engine:
-        request = engine._request(PROMPT, SamplingParams(max_new_tokens=8), "random", False)
+        request = engine.builder.for_prompt(PROMPT, SamplingParams(max_new_tokens=8), "random")
         return engine.planner.holds(request).device
 
 

@@ -43,7 +43,9 @@ def test_soak(full_kv: Any, scheduler: Any, link: float | None, proposer: Any, m
     with Engine(model, config=EngineConfig(rows=16)) as plain:
         params = [SamplingParams(max_new_tokens=count) for count in lengths]
         expected = [output.token_ids for output in plain.generate(prompts, params)]
-        alone = max(plain.planner.holds(plain._request(p, s, None, False)).device for p, s in zip(prompts, params, strict=True))
+        alone = max(
+            plain.planner.holds(plain.builder.for_prompt(p, s, None)).device for p, s in zip(prompts, params, strict=True)
+        )
 
     failures = 0
     for store in (HostStore, DiskStore):

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 def counted(ours: Engine) -> Iterator[list[str]]:
     """Names of the compressors whose ``compress`` runs."""
     made: list[str] = []
-    make = ours.make_compressor
+    make = ours.compressors.make
 
     def watched(name: str, options: Any) -> Any:
         found = make(name, options)
@@ -48,7 +48,7 @@ def counted(ours: Engine) -> Iterator[list[str]]:
         patch.object(found, "compress", noted).start()
         return found
 
-    with patch.object(ours, "make_compressor", watched):
+    with patch.object(ours.compressors, "make", watched):
         yield made
 
 

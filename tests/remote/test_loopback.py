@@ -88,7 +88,9 @@ def test_full_kv_that_came_is_that_of_a_prefill(tmp_path: Path, compressor: str,
         (prefix,) = engine.loop._prefixes._held.values()
         assert prefix.rows is not None
         with store_engine() as local:
-            request = local.make_request(prefix.ids, SamplingParams(max_new_tokens=2), local.make_full_kv(None, "device"))
+            request = local.builder.make_request(
+                prefix.ids, SamplingParams(max_new_tokens=2), local.builder.make_full_kv(None, "device")
+            )
             local.loop.add(request)
             while not request.generated:
                 local.loop.step()

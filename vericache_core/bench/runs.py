@@ -7,7 +7,6 @@ request with the same prompt: it then does what it would have done after a prefi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,6 @@ from vericache_core.context import CompressContext, Needs
 from vericache_core.engine import Engine
 from vericache_core.errors import ConfigError
 from vericache_core.kv import CompressedKV, LayerDescriptor, PrefixView, StoredLayer
-from vericache_core.model.prompts import ending_ids
-from vericache_core.runtime.choose import TokenChooser
-from vericache_core.runtime.compress import uncompressed_layers
-from vericache_core.runtime.detokenize import TextDecoder
-from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.sampling_params import SamplingParams
 
@@ -82,31 +76,22 @@ class KeptKV(FullKV):
 
 
 def new_request(engine: Engine, prompt: BenchPrompt, tokens: int, compressor: Compressor | None, full: FullKV) -> Request:
-    """A greedy request that records its logits."""
-    params, adapter, tokenizer = SamplingParams(max_new_tokens=tokens), engine.adapter, engine.tokenizer
-    ends = ending_ids(adapter.model, tokenizer)
-    decode: Any = None if tokenizer is None else TextDecoder(tokenizer)
-    chooser = TokenChooser(params, prompt.token_ids, ends, adapter.vocab_size)
-    output = OutputBuffer(params, ends, decode)
-    request = Request(prompt.token_ids, params, chooser, output, full, compressor, _window(engine))
+    """A greedy request that records its logits.
+
+    Raises:
+        ConfigError: the engine chooses windows, so compressors would not be compared at one.
+    """
+    if engine.config.window == "auto":
+        raise ConfigError("a table of compressors compares them at one window", hint="give window a number")
+    request = engine.builder.make_request(prompt.token_ids, SamplingParams(max_new_tokens=tokens), full, compressor)
     request.protected, request.logits = prompt.protected, []
     request.metrics.compressor = None if compressor is None else compressor.name
     return request
 
 
-def _window(engine: Engine) -> int:
-    window = engine.config.window
-    if window == "auto":
-        raise ConfigError("a table of compressors compares them at one window", hint="give window a number")
-    return window
-
-
 def empty_kv(engine: Engine, compressor: Compressor | None, tokens: int, kind: type[FullKV] = FullKV) -> FullKV:
     """Full KV as the engine would make it, on the device where it is decoded plainly."""
-    adapter, config = engine.adapter, engine.config
-    tier = "device" if compressor is None else config.full_kv
-    pinned = uncompressed_layers(adapter, compressor)
-    full = kind(adapter.layers, adapter.device, tier, pinned, engine.loop.ring, config.swap_dir)
+    full = engine.builder.make_full_kv(compressor, "device" if compressor is None else engine.config.full_kv, kind)
     full.make_room(tokens)
     return full
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from vericache_core.errors import PromptError
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Spans = tuple[tuple[int, int], ...]
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Whether ``prompts`` is one prompt (text, token ids, chat) rather than a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    first = next(iter(prompts), None)
+    return isinstance(first, int | Mapping)
 
 
 def encode_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[list[int], Spans]:
@@ -36,6 +45,18 @@ def encode_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[list[in
     if bad is not None:
         raise PromptError(f"token id {bad} is outside the vocabulary of {vocab_size}")
     return ids, protected
+
+
+def text_encoder(tokenizer: Any) -> Callable[[str], list[int]] | None:
+    """Text -> token ids without special tokens, for text that is no prompt of its own; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return encode
 
 
 def _text(prompt: str, tokenizer: Any) -> list[int]:

@@ -78,7 +78,7 @@ class SessionLoop(StepLoop):
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._goodbyes: list[Any] = []
         self._chooser = PathChooser(engine, link)
-        self._receiver = Receiver(link, self.adapter, engine.make_compressor)
+        self._receiver = Receiver(link, self.adapter, engine.compressors.make)
 
     @property
     def live(self) -> list[Request]:

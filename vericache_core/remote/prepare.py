@@ -82,7 +82,7 @@ class Preparations:
             RemoteRefused: there are too many on their way.
         """
         ids = ask.ids[: ask.prefix]
-        compressor = None if ask.compressor is None else self._engine.make_compressor(ask.compressor, ask.options)
+        compressor = None if ask.compressor is None else self._engine.compressors.make(ask.compressor, ask.options)
         spelled: dict[str, Any] = {}
         if compressor is not None:  # as it says itself, with defaults, so that two ways to say the same meet
             spelled = dict(
@@ -102,7 +102,9 @@ class Preparations:
             raise RemoteRefused("the store prepares as many prefixes as it may", hint="try again later")
         # One token more than is of use: the request must still be there, with its caches, when its prefix is done.
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
-        request = self._engine.make_request(ids, params, self._engine.make_full_kv(compressor, "device"), compressor)
+        request = self._engine.builder.make_request(
+            ids, params, self._engine.builder.make_full_kv(compressor, "device"), compressor
+        )
         request.metrics.compressor, request.tenant, request.prefix_only = ask.compressor, ask.tenant, True
         self._engine.loop.add(request)
         self._coming[request.number] = _Coming(key, ids_key, request, [result])

@@ -196,7 +196,7 @@ class StoreServer:
         params = SamplingParams.from_mapping(message.table("params"))
         if len(ids) + params.max_new_tokens > self.limits.tokens:
             raise RemoteRefused(f"more than {self.limits.tokens} tokens with the answer", hint="the store takes no longer ones")
-        self._engine.check_length(len(ids), params)
+        self._engine.builder.check_length(len(ids), params)
         name = message.fields.get("compressor")
         compressor = None if name is None else message.text("compressor", 256)
         return Ask(

@@ -196,9 +196,9 @@ class Verifier:
             tier = "device"
             if ask.stateless:
                 tier = self.engine.config.full_kv if self.engine.config.full_kv in {"host", "disk"} else "host"
-            full = self.engine.make_full_kv(None, tier)
+            full = self.engine.builder.make_full_kv(None, tier)
             full.begin_with(prefix.full.device_pages, prefix.tokens)
-            request = self.engine.make_request(ask.ids, ask.params, full)
+            request = self.engine.builder.make_request(ask.ids, ask.params, full)
             request.tenant, request.metrics.compressor = ask.tenant, ask.compressor
             if not request.finished:
                 self.engine.loop.add(request)

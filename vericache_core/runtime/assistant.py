@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from vericache_core.cache.pages import PAGE
+from vericache_core.config import EngineConfig
 from vericache_core.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from vericache_core.model.adapter import ModelAdapter
+from vericache_core.model.load import load_model
 from vericache_core.model.probe import Attend, Sequence1, run_blocks
 from vericache_core.runtime.propose import Length, Proposer
 
@@ -181,6 +183,22 @@ class AssistantProposer(Proposer):
 
     def _measured(self, seconds: float, drafts: int) -> None:
         self._seconds_per_draft += 0.1 * (seconds / drafts - self._seconds_per_draft)
+
+
+def load_assistant(
+    config: EngineConfig, given: tuple[Any, Any] | None, target: ModelAdapter, tokenizer: Any, attend: Attend
+) -> Assistant:
+    """The assistant of an engine over ``target``: the ``given`` model with its tokenizer, or the one that ``config`` names.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used with the target.
+    """
+    if given is None and config.assistant is None:
+        raise ConfigError('proposer="assistant" needs a model', hint="name one: assistant=NAME")
+    model, its_tokenizer = given or load_model(str(config.assistant), target.dtype, str(target.device))
+    made = Assistant(model, attend, config.rows, config.pack_weights, target.vocab_size)
+    check_vocabulary(tokenizer, its_tokenizer, target.vocab_size, made.adapter.vocab_size)
+    return made
 
 
 def check_vocabulary(ours: Any, theirs: Any, our_size: int, their_size: int) -> None:

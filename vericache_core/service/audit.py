@@ -68,7 +68,8 @@ class IdentityAudit:
     def twin(self, ids: Sequence[int], params: SamplingParams) -> Request | None:
         """A plain request that the engine's loop decodes from now on; None if it takes none."""
         try:
-            twin = self._engine.make_request(ids, params, self._engine.make_full_kv(None, "device"), priority=-1)
+            builder = self._engine.builder
+            twin = builder.make_request(ids, params, builder.make_full_kv(None, "device"), priority=-1)
             twin.stored = False
             self._engine.loop.add(twin)
         except VeriCacheError as error:  # such as a queue that is full: the answer is as good as without an audit

@@ -57,10 +57,11 @@ class HeldEngine(Engine):
 
     def prefill(self, prompt: Prompt) -> KeptKV:
         """The rows of a prompt on the device, to be copied from; ``free()`` ends them."""
-        request = self._request(list(prompt.token_ids), SamplingParams(max_new_tokens=1, ignore_eos=True), None, False)
-        full: FullKV = request.full
-        full.__class__ = KeptKV
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        self.builder.check_length(len(prompt.token_ids), params)
+        full = self.builder.make_full_kv(None, "device", KeptKV)
         assert isinstance(full, KeptKV)
+        request = self.builder.make_request(prompt.token_ids, params, full)
         try:
             self._run_alone(request, lambda: request.finished)
         except BaseException:
@@ -71,7 +72,7 @@ class HeldEngine(Engine):
     def build(self, prompt: Prompt, new_tokens: int, compressor: str | None, company: int) -> Request:
         """A request, one of ``company``, that has computed nothing yet."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        return self._request(list(prompt.token_ids), params, compressor, False, company)
+        return self.builder.for_prompt(list(prompt.token_ids), params, compressor, company=company)
 
     def begin(self, request: Request, source: FullKV) -> None:
         """Prefill, from the rows of ``source`` where they do.
