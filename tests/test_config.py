@@ -62,7 +62,9 @@ def test_both_budgets_are_a_conflict() -> None:
 
 
 def test_the_budget_joins_the_options_of_the_compressor() -> None:
-    assert EngineConfig(keep=0.5, options={"kernel": 3}).compressor_options() == {"kernel": 3, "keep": 0.5}
+    config = EngineConfig(compressor="snapkv", keep=0.5, options={"kernel": 3})
+    assert config.compressor_options() == config.options_of("snapkv") == {"kernel": 3, "keep": 0.5}
+    assert config.options_of("kivi") == {}
     for inside in ({"keep": 0.5}, {"keep_tokens": "4"}):
         with pytest.raises(ConfigError, match="beside a budget"):
             EngineConfig(keep_tokens=8, options=inside).compressor_options()

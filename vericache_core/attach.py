@@ -7,10 +7,9 @@ from typing import Any
 
 from vericache_core.compressor import Compressor
 from vericache_core.config import EngineConfig
-from vericache_core.errors import CompressorFault, ConformanceRequiredError, VeriCacheError
+from vericache_core.errors import CompressorFault, ConformanceRequiredError, VeriCacheError, describe
 from vericache_core.kv import LayerDescriptor
 from vericache_core.plugins.registry import Registry
-from vericache_core.runtime.request import describe
 
 
 class Compressors:
@@ -32,7 +31,7 @@ class Compressors:
         Raises:
             UnknownCompressorError, OptionError, ConformanceRequiredError, CompressorFault: it cannot be had.
         """
-        return self.make(name, self._config.compressor_options() if name == self._config.compressor else {})
+        return self.make(name, self._config.options_of(name))
 
     def make(self, name: str, options: Mapping[str, Any]) -> Compressor:
         """``name`` with ``options``.

@@ -90,10 +90,10 @@ class RequestBuilder:
             drafter = None
         request = self.make_request(ids, params, self.make_full_kv(drafter, self.tier(mode)), drafter, priority)
         if self._config.proposer == "ngram":
-            request.proposer = NGramProposer()
+            request.proposals.proposer = NGramProposer()
         if self.assistant is not None:
-            request.proposer = AssistantProposer(self.assistant, request.chooser.draft, len(ids))
-        request.speculation = self._planner.speculation(request, self._company)
+            request.proposals.proposer = AssistantProposer(self.assistant, request.chooser.draft, len(ids))
+        request.proposals.speculation = self._planner.speculation(request, self._company)
         if drafter is not None and name is not None:
             request.pace = self._planner.pace(request, name, self._company)
         request.metrics.mode = mode

@@ -28,6 +28,11 @@ class VeriCacheError(Exception):
         return text
 
 
+def describe(error: BaseException) -> str:
+    """Somebody else's exception in one line, for a log or as a cause."""
+    return f"{type(error).__name__}: {error}"
+
+
 class UsageError(VeriCacheError):
     """The request itself is wrong; nothing was started."""
 

@@ -96,8 +96,8 @@ def test_a_preempted_request_and_its_assistant_begin_anew(model: Any, expected: 
             ours.step()
         high = ours.submit(PROMPTS[1], GREEDY, priority=5, record_logits=True)
         ours.step()
-        assert low._request.proposer is not None
-        assert low._request.proposer.device_bytes == 0
+        assert low._request.proposals.proposer is not None
+        assert low._request.proposals.proposer.device_bytes == 0
         assert_same(high.result(), expected["greedy"][1])
         assert_same(low.result(), expected["greedy"][0])
         assert low.result().metrics.preemptions == 1
@@ -109,7 +109,7 @@ def test_cancelling_gives_the_memory_of_the_assistant_back(model: Any, expected:
         jobs = [ours.submit(prompt, GREEDY, record_logits=True) for prompt in PROMPTS]
         while not all(job.token_ids for job in jobs):
             ours.step()
-        proposer = jobs[1]._request.proposer
+        proposer = jobs[1]._request.proposals.proposer
         assert proposer is not None
         assert proposer.device_bytes > 0
         assert jobs[1]._request.device_bytes() > proposer.device_bytes
@@ -295,9 +295,9 @@ def test_prices_of_rounds_include_it(model: Any) -> None:
     with engine(model, other(), window="auto") as ours:
         request = ours.builder.for_prompt(PROMPTS[3], GREEDY, "random")
         assert request.pace is not None
-        assert request.proposer is not None
+        assert request.proposals.proposer is not None
         before = request.pace._prices()
-        request.proposer._seconds_per_draft = 0.5  # type: ignore[attr-defined]
+        request.proposals.proposer._seconds_per_draft = 0.5  # type: ignore[attr-defined]
         after = request.pace._prices()
         assert [late - early for early, late in zip(before, after, strict=True)] == pytest.approx(
             [0.5 * drafts for drafts in range(len(before))]

@@ -70,3 +70,18 @@ def test_full_kv_that_rests_on_the_device_is_never_swapped(monkeypatch: pytest.M
         )
         with Engine(build("llama", max_position_embeddings=2048), config=config) as engine:
             assert engine.planner.mode("random", 1024, 64, 8) == mode
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_what_a_request_holds_and_swaps_follows_its_own_full_kv(tier: str) -> None:
+    """Whatever the configuration says of full KV in general."""
+    with Engine(build("llama"), config=EngineConfig(compressor="random", full_kv="host")) as engine:
+        full = engine.builder.make_full_kv(None, tier)
+        request = engine.builder.make_request(PROMPT[:64], SamplingParams(max_new_tokens=8), full)
+        full.tokens = 64
+        held, situation = engine.planner.holds(request), engine.planner._situation(request, lambda: (1, 1))
+        assert [where for where in ("device", "host", "disk") if getattr(held, where)] == [tier]
+        assert situation.tier == tier
+        assert situation.swap_bytes == (0.0 if tier == "device" else situation.full_bytes)  # there is no draft KV to spare some
+        full.tokens = 0
+        request.close()

@@ -146,6 +146,13 @@ class EngineConfig:
             merged[name] = value
         return merged
 
+    def options_of(self, name: str | None) -> dict[str, Any]:
+        """Options that the compressor ``name`` is built with: those given, if it is the configured one, else its defaults.
+
+        Raises ConfigError as :meth:`compressor_options` does.
+        """
+        return self.compressor_options() if name == self.compressor else {}
+
     def to_json(self) -> dict[str, Any]:
         """Return every field as JSON types."""
         return options_to_json(self)

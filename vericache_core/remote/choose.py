@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from vericache_core.config import EngineConfig
 from vericache_core.engine import Engine
 from vericache_core.remote.link import Link
 from vericache_core.remote.measure import LinkSpeed, measure_link
@@ -54,7 +51,7 @@ class PathChooser:
         if prefix.draft is not None:
             kept = prefix.draft.device_bytes / full
         else:
-            keep = options_of(self._config, name).get("keep", 0.3)
+            keep = self._config.options_of(name).get("keep", 0.3)
             kept = float(keep) if isinstance(keep, int | float) else 0.3
         if self._measured is None:
             self._measured = measure_link(self._link)
@@ -70,8 +67,3 @@ class PathChooser:
             reload=1.0 / max(self._engine.planner.pricer.costs.links["host"].seconds_per_byte, 1e-15),
             here=prefix.draft is not None,
         )
-
-
-def options_of(config: EngineConfig, name: str | None) -> dict[str, Any]:
-    """Options that the configuration gives the compressor ``name``."""
-    return config.compressor_options() if name == config.compressor else {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from vericache_core.engine import Engine
 from vericache_core.errors import ConfigError, RemoteError, RemoteRefused, VeriCacheError
-from vericache_core.remote.choose import PathChooser, options_of
+from vericache_core.remote.choose import PathChooser
 from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.identity import Facts
 from vericache_core.remote.link import Link
@@ -149,7 +149,7 @@ class SessionLoop(StepLoop):
             "facts": self._facts,
             "prefix": len(live.prefix.ids),
             "compressor": request.metrics.compressor if drafts else None,
-            "options": options_of(self._config, request.metrics.compressor) if drafts else {},
+            "options": self._config.options_of(request.metrics.compressor) if drafts else {},
             "params": params,
             "generate": int(live.mode == "remote"),
             "stateless": int(live.mode.endswith("stateless")),

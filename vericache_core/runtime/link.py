@@ -22,7 +22,11 @@ class LinkMeter:
             before = self._seen.get(tier, (0.0, 0.0))
             self._seen[tier] = _FORGET * before[0] + nbytes, _FORGET * before[1] + seconds
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Seconds a byte of the tiers that swaps came from."""
+        return {tier: seconds / nbytes for tier, (nbytes, seconds) in self._seen.items()}
+
     def seconds_per_byte(self, tier: str) -> float | None:
         """None before the first swap."""
-        seen = self._seen.get(tier)
-        return None if seen is None else seen[1] / seen[0]
+        return self.rates.get(tier)

@@ -71,11 +71,13 @@ class Planner:
         """
         if self._pricer is None:
             self._pricer = RoundPricer(self._measure().limited(self.config.link_bytes_per_s))
-        tier, costs = self.config.full_kv, self._pricer.costs
-        seen, known = self.link_meter.seconds_per_byte(tier), costs.links.get(tier)
-        if seen is not None and (known is None or abs(seen - known.seconds_per_byte) > LINK_TOLERANCE * seen):
-            links = {**costs.links, tier: Link(0.0, seen)}
-            self._pricer = RoundPricer(dataclasses.replace(costs, links=links))
+        costs = self._pricer.costs
+        for tier, seen in self.link_meter.rates.items():
+            known = costs.links.get(tier)
+            if known is None or abs(seen - known.seconds_per_byte) > LINK_TOLERANCE * seen:
+                costs = dataclasses.replace(costs, links={**costs.links, tier: Link(0.0, seen)})
+        if costs is not self._pricer.costs:
+            self._pricer = RoundPricer(costs)
         return self._pricer
 
     @property
@@ -113,7 +115,7 @@ class Planner:
                 tokens,
                 full,
                 share * full,
-                full if tier == "disk" else (1 - share) * full,
+                _swap_bytes(tier, full, share * full),
                 full * self.config.ring_layers / len(self._adapter.layers),
                 "host" if tier == "device" else tier,
                 self._experience(self._key(compressor)).regimes.mean,
@@ -144,13 +146,13 @@ class Planner:
 
     def speculation(self, request: Request, company: Callable[[], tuple[int, int]]) -> SpeculationPace | None:
         """What says how many proposals the full KV of ``request`` is asked about; None where nothing is chosen by cost."""
-        if self.config.window != "auto" or not isinstance(request.proposer, NGramProposer):
+        if self.config.window != "auto" or not isinstance(request.proposals.proposer, NGramProposer):
             return None
 
         def prices() -> tuple[float, ...]:
             return self.pricer.speculation_prices(self._situation(request, company), MOST_PROPOSALS)
 
-        return SpeculationPace(request.proposer, self._proposals, prices, request.prompt_tokens)
+        return SpeculationPace(request.proposals.proposer, self._proposals, prices, request.prompt_tokens)
 
     def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
         """A window controller for ``request`` if windows are chosen; ``company`` counts requests, and those that swap."""
@@ -160,11 +162,10 @@ class Planner:
         controller = WindowController(self._experience(key), request.params.max_new_tokens)
 
         def prices() -> tuple[float, ...]:
-            found, proposer = self.pricer.prices(self._situation(request, company)), request.proposer
-            if proposer is not None:
-                # Requests propose one after the other, so each pays its own time and nobody else's.
-                found = tuple(price + proposer.seconds(window) for window, price in enumerate(found))
-            return found if request.speculation is None else request.speculation.weigh(found)
+            found, proposals = self.pricer.prices(self._situation(request, company)), request.proposals
+            # Requests propose one after the other, so each pays its own time and nobody else's.
+            found = tuple(price + proposals.seconds(window) for window, price in enumerate(found))
+            return found if proposals.speculation is None else proposals.speculation.weigh(found)
 
         return Pace(controller, prices)
 
@@ -180,8 +181,8 @@ class Planner:
         held = full if draft is None else float(draft.device_bytes)
         swapped = 0.0
         if request.full.offloaded:
-            swapped = full if self.config.full_kv == "disk" or (draft and draft.has_codes) else max(0.0, full - held)
-        tier = "host" if self.config.full_kv == "device" else self.config.full_kv
+            spared = 0.0 if draft is None or draft.has_codes else held
+            swapped = _swap_bytes(request.full.tier, full, spared)
         steps = request.draft_steps
         return Situation(
             max(1, requests),
@@ -189,7 +190,7 @@ class Planner:
             full,
             held,
             swapped,
-            tier,
+            request.full.tier,
             swapping,
             self._lockstep,
             # A few steps that brought one token each are believed in before any was seen.
@@ -201,7 +202,7 @@ class Planner:
         """Bytes of ``request`` at its greatest length: an estimate until its prefix is compressed, then a measurement."""
         rest = request.params.max_new_tokens - len(request.generated)
         full = float((request.greatest_length + PAGE) * self._token_bytes)
-        draft = 0.0 if request.proposer is None else request.proposer.holds(request.greatest_length)
+        draft = request.proposals.holds(request.greatest_length)
         metrics = request.metrics
         if request.draft is not None:
             draft += float(request.draft.device_bytes + (rest + PAGE) * self._token_bytes)
@@ -220,10 +221,18 @@ class Planner:
         seen = self._shares.get(self._key(compressor))
         if seen is not None:
             return min(1.0, seen * 1.02)
-        options = self.config.compressor_options() if compressor == self.config.compressor else {}
+        options = self.config.options_of(compressor)
         if "keep_tokens" in options:
             return min(1.0, float(options["keep_tokens"]) / tokens)
         return min(1.0, float(options["keep"]) * 1.02) if "keep" in options else unknown
 
     def _key(self, compressor: str) -> str:
-        return prior_key(compressor, self.config.compressor_options() if compressor == self.config.compressor else {})
+        return prior_key(compressor, self.config.options_of(compressor))
+
+
+def _swap_bytes(tier: str, full: float, exact: float) -> float:
+    """Bytes that come in before a verify, of ``full`` on ``tier``, where ``exact`` are held by the draft KV, row for row.
+
+    Disks are read in whole pages, so nothing is spared there.
+    """
+    return full if tier == "disk" else max(0.0, full - exact)

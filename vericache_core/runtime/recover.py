@@ -8,9 +8,9 @@ from typing import Final
 
 from vericache_core.blame import raised_at
 from vericache_core.cache.full import FullKV
-from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
+from vericache_core.errors import CompressorFault, SwapError, VeriCacheError, describe
 from vericache_core.runtime.compress import Compression
-from vericache_core.runtime.request import Request, describe
+from vericache_core.runtime.request import Request
 from vericache_core.runtime.tile import StepFault
 
 log = logging.getLogger("vericache.runtime")
@@ -84,8 +84,7 @@ class Recovery:
         request.metrics.offload_bytes += request.full.offloaded_bytes
         request.forget_draft()
         request.full.close()
-        if request.proposer is not None:
-            request.proposer.close()
+        request.proposals.close()
         request.link_counted = (0.0, 0, 0.0)
         try:
             request.full = self._make_full(request)

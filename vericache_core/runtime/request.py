@@ -8,10 +8,9 @@ part of it. ``tokens`` only ever grows by what the full KV decided.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from torch import Tensor
 
@@ -23,14 +22,11 @@ from vericache_core.runtime.choose import Choice, TokenChooser
 from vericache_core.runtime.metrics import NEAR_TIE, RequestMetrics
 from vericache_core.runtime.output import OutputBuffer
 from vericache_core.runtime.pace import Pace
-from vericache_core.runtime.propose import Proposer
+from vericache_core.runtime.proposals import Proposals
 from vericache_core.runtime.rounds import MOST
 from vericache_core.runtime.sampling_params import SamplingParams
-from vericache_core.runtime.speculation import SpeculationPace
 
 Phase = Literal["prefill", "decode", "draft", "verify"]
-T = TypeVar("T")
-log = logging.getLogger("vericache.runtime")
 _numbers = itertools.count()
 
 
@@ -56,8 +52,7 @@ class Request:
 
     Attributes:
         pace: chooses the window of every round, when given.
-        proposer: proposes tokens to the drafter, or to the full KV while nothing is drafted.
-        speculation: says how many of its proposals the full KV is asked about, when given.
+        proposals: of its proposer, to the drafter, or to the full KV while nothing is drafted.
         draft_steps, draft_rows, step_drafts: steps that drafted, their rows, and the tokens that they brought.
         pinned: whether the full KV stays on the device.
         links: keys of the chunks of its tokens, as far as a prefix store asked for them.
@@ -90,9 +85,6 @@ class Request:
         self.round_drafted = self.round_accepted = 0
         self.draft_steps = self.draft_rows = self.step_drafts = 0
         self.pace: Pace | None = None
-        self.proposer: Proposer | None = None
-        self.speculation: SpeculationPace | None = None
-        self._proposed: list[int] = []
         self._round_open = False
         self.error: VeriCacheError | None = None
         self.protected: tuple[tuple[int, int], ...] = ()
@@ -104,6 +96,7 @@ class Request:
         self.chunks_stored = 0
         self.tenant, self.stored, self.prefix_only = "", True, False
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_tokens)
+        self.proposals = Proposals(self.number, self.metrics)
 
     @property
     def finished(self) -> bool:
@@ -148,46 +141,23 @@ class Request:
         pending = self.tokens[self.full.tokens :]
         at = self.full.tokens
         if at < self.prompt_tokens or len(pending) > 1:
-            self._guarded(lambda proposer: proposer.follow(self.tokens, at))
+            self.proposals.follow(self.tokens, at)
             return Want("prefill", tuple(pending), at)
         if not self.verifying:
             if self.draft is not None and phase == "draft" and len(self.drafts) < self.most_drafts:
                 newest = self.drafts[-1] if self.drafts else pending[0]
                 room = min(self.window, self.most_drafts) - len(self.drafts) - 1
-                self._proposed = self._propose(room)
-                return Want("draft", (newest, *self._proposed), self.draft.tokens)
-            self.verifying, self._proposed = True, []
+                proposed = self.proposals.to_drafter(self.tokens, self.drafts, room)
+                return Want("draft", (newest, *proposed), self.draft.tokens)
+            self.verifying = True
+            self.proposals.forget()
             if self.draft is not None:
                 self.draft.retract()
             if not self.drafts:
-                self.drafts = self._proposed = self._speculate(self.most_drafts)
+                self.drafts = self.proposals.to_full_kv(self.tokens, self.most_drafts)
         if not self.drafts:
             return Want("decode", tuple(pending), at)
         return Want("verify", (*pending, *self.drafts), at)
-
-    def _propose(self, most: int) -> list[int]:
-        found = None if most <= 0 else self._guarded(lambda proposer: proposer.propose(self.tokens, self.drafts, most))
-        return found or []
-
-    def _speculate(self, most: int) -> list[int]:
-        speculation = self.speculation
-        if speculation is None:
-            return self._propose(most)
-        return self._guarded(lambda _: speculation.propose(self.tokens, most)) or []
-
-    def _guarded(self, ask: Callable[[Proposer], T]) -> T | None:
-        """What the proposer answers; None without one, and from when on it has failed."""
-        if self.proposer is None:
-            return None
-        try:
-            return ask(self.proposer)
-        except Exception as error:  # noqa: BLE001 (whatever a proposer raises costs speed, never tokens)
-            cause = describe(error)
-        self.proposer.close()
-        self.proposer = self.speculation = None
-        log.warning("request %d: the proposer failed (%s); going on without", self.number, cause)
-        self.metrics.degraded.append(f"proposer failed: {cause}")
-        return None
 
     def take_draft(self, logits: Tensor) -> None:
         """One more draft, by ``logits [vocab]`` of a row that a draft step computed."""
@@ -200,7 +170,7 @@ class Request:
 
         Proposals are kept as far as the drafter would have drafted them, and the token after them is its own.
         """
-        proposed = self._proposed[: len(logits) - 1]
+        proposed = self.proposals.asked[: len(logits) - 1]
         agreed = 0
         for row in logits:
             self.take_draft(row)
@@ -210,14 +180,7 @@ class Request:
         self.draft_steps += 1
         self.draft_rows += len(logits)
         self.step_drafts += agreed + 1
-        self._told(len(proposed), agreed)
-
-    def _told(self, proposed: int, agreed: int) -> None:
-        if proposed and self.proposer is not None:
-            self.proposer.told(proposed, agreed)
-            self.metrics.proposed += proposed
-            self.metrics.proposals_kept += agreed
-        self._proposed = []
+        self.proposals.checked(len(proposed), agreed)
 
     def take_rows(self, want: Want, count: int, logits: Tensor) -> int:
         """An authoritative step computed the first ``count`` wanted rows; ``logits`` is ``[count, vocab]``.
@@ -260,14 +223,12 @@ class Request:
             self.metrics.accepted += self.round_accepted
             self.metrics.drafted_per_round.append(self.round_drafted)
             self.metrics.accepted_per_round.append(self.round_accepted)
-        if self._proposed:  # speculation on full KV
-            self._told(self.round_drafted, self.round_accepted)
+        if self.proposals.asked:  # speculation on full KV
+            self.proposals.checked(self.round_drafted, self.round_accepted)
             drafted = accepted = 0
         else:
             drafted, accepted = self.round_drafted, self.round_accepted
-        speculation = self.speculation
-        if speculation is not None:
-            self._guarded(lambda _: speculation.round_ended(self.tokens))
+        self.proposals.round_ended(self.tokens)
         if self.pace is not None and self.draft is not None:
             self.pace.round_ended(drafted, accepted, self.round_accepted + 1)
         self.round_drafted = self.round_accepted = 0
@@ -275,7 +236,8 @@ class Request:
 
     def forget_draft(self) -> None:
         """Drop the draft KV and everything drafted; the request goes on from the full KV."""
-        self.draft, self.drafts, self._proposed = None, [], []
+        self.draft, self.drafts = None, []
+        self.proposals.forget()
         self.verifying = self._round_open = False
         self.round_drafted = self.round_accepted = 0
 
@@ -289,15 +251,14 @@ class Request:
         """Give back all caches; the output stays."""
         self.draft = None
         self.full.close()
-        if self.proposer is not None:
-            self.proposer.close()
+        self.proposals.close()
         if self.pace is not None:
             self.pace.close()
 
     def device_bytes(self) -> int:
         """Device KV bytes that this request holds between steps."""
         draft = 0 if self.draft is None else self.draft.device_bytes
-        return self.full.device_bytes + draft + (0 if self.proposer is None else self.proposer.device_bytes)
+        return self.full.device_bytes + draft + self.proposals.device_bytes
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if tokens, caches and drafts disagree."""
@@ -311,8 +272,3 @@ class Request:
             assert self.draft.drafted == 0 or self.draft.drafted == len(self.drafts)
         else:
             assert not self.drafts or self.verifying
-
-
-def describe(value: Any) -> str:
-    """One line for a log or an error cause."""
-    return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)

@@ -14,10 +14,10 @@ from vericache_core.attention.online import AttentionState
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.attention.sources import CodedPart, Turn
 from vericache_core.blame import raised_at
-from vericache_core.errors import CompressorFault, SwapError, VeriCacheError
+from vericache_core.errors import CompressorFault, SwapError, VeriCacheError, describe
 from vericache_core.kv import LayerDescriptor
 from vericache_core.model.adapter import ModelAdapter, layer_index
-from vericache_core.runtime.request import Request, describe
+from vericache_core.runtime.request import Request
 from vericache_core.runtime.segments import Segment
 
 AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob], float], Tensor]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from vericache_core.context import CompressContext
 from vericache_core.engine import Engine
-from vericache_core.errors import CompressorFault
+from vericache_core.errors import CompressorFault, describe
 from vericache_core.runtime.backend import choose_attention
-from vericache_core.runtime.request import Request, Want, describe
+from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import StepFault, TileAttention

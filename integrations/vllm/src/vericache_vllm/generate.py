@@ -7,10 +7,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from vericache_core.errors import PromptError, RemoteError, VeriCacheError
+from vericache_core.errors import PromptError, RemoteError, VeriCacheError, describe
 from vericache_core.runtime.choose import Choice
 from vericache_core.runtime.output import OutputBuffer
-from vericache_core.runtime.request import describe
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_vllm.drafter import Drafter, DraftSession
 from vericache_vllm.verdict import Check, Verdict, Verifier
