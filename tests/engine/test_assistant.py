@@ -127,7 +127,7 @@ def test_its_memory_counts_into_the_budget(model: Any, expected: dict[str, list[
         free.generate(PROMPTS, GREEDY)
         unbounded = free.loop.peak_device_kv_bytes
         requests = [free.builder.for_prompt(prompt, GREEDY, "random") for prompt in PROMPTS]
-        alone = max(free.planner.holds(request).device + free.loop._transient(request) for request in requests)
+        alone = max(free.planner.holds(request).device + free.loop.batcher.transient(request) for request in requests)
         rows = max(request.greatest_length for request in requests) * sum(one.token_bytes for one in free.adapter.layers)
         assert alone > rows  # the assistant is the model itself, and holds its KV besides
     budget = int(alone * 1.1)

@@ -58,7 +58,7 @@ def test_slow_swaps_hide_behind_drafts_and_change_nothing(
     scheduler: str, expected: list[RequestOutput], slow_link: list[int]
 ) -> None:
     with engine(scheduler=scheduler) as ours, watching(ours):
-        ours.loop._steps_without_swap.append(60.0)  # as if a kernel had been compiled in it
+        ours.loop.batcher._steps_without_swap.append(60.0)  # as if a kernel had been compiled in it
         found = ours.generate(PROMPTS, PARAMS, record_logits=True)
         assert ours.loop.swap_seconds > 0
         assert not ours.loop.scheduler.running

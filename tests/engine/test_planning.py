@@ -48,7 +48,7 @@ def test_auto_drafts_where_drafts_are_far_cheaper(monkeypatch: pytest.MonkeyPatc
     for agreed, plain in ((16, True), (0, False)):
         with Engine(model, config=config) as engine:
             for _ in range(100):
-                ProposalBelief(engine.planner._proposals).observe(16, agreed)
+                ProposalBelief(engine.planner._proposal_experience).observe(16, agreed)
             assert (engine.planner.mode("random", 1024, 64, 4) == "plain") == plain
     with Engine(model, config=EngineConfig(compressor="random", keep=1.0, mode="auto", window="auto")) as engine:
         assert engine.planner.mode("random", 1024, 64, 4) == "plain"

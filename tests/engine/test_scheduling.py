@@ -149,7 +149,7 @@ def test_a_device_budget_is_obeyed_and_requests_wait_for_it(model: Any, expected
         free.generate(PROMPTS, PARAMS)
         unbounded = free.loop.peak_device_kv_bytes
         requests = [free.builder.for_prompt(prompt, PARAMS, "random") for prompt in PROMPTS]
-        alone = max(free.planner.holds(request).device + free.loop._transient(request) for request in requests)
+        alone = max(free.planner.holds(request).device + free.loop.batcher.transient(request) for request in requests)
     budget = int(alone * 1.1)
     assert budget < unbounded
     with engine(model, device_budget=budget) as ours:

@@ -1,4 +1,4 @@
-"""The step loop: pack wants into a step, run it, hand rows back.
+"""The step loop: have a batch formed, run it, hand rows back.
 
 All decisions here concern speed. Tokens come from :meth:`Request.take_rows` alone, which reads nothing
 but logits that the full KV produced.
@@ -7,18 +7,17 @@ but logits that the full KV produced.
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from vericache_core.cache.full import FullKV
-from vericache_core.cache.ring import SwapRing, ring_rows
+from vericache_core.cache.ring import SwapRing
 from vericache_core.errors import SwapError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.runtime.background import BackgroundVerify
+from vericache_core.runtime.batch import Batcher
 from vericache_core.runtime.compress import Compression, PluginFailure
 from vericache_core.runtime.link import LinkMeter
 from vericache_core.runtime.observer import LoopObserver
@@ -31,8 +30,6 @@ from vericache_core.runtime.ticket import Ticket
 from vericache_core.runtime.tile import AttendFunction, Observer, StepFault, run_tile
 from vericache_core.runtime.timeline import Span
 
-RECENT = 9
-"""Steps that say how long a step takes."""
 MOST_IDLE = 1000
 """Plans in a row that may hold nothing to run, and nothing to wait for."""
 
@@ -74,7 +71,8 @@ class StepLoop:
     ) -> None:
         self.adapter, self.ring, self._attend = adapter, ring, attend
         self.link_meter = link_meter or LinkMeter()
-        self.scheduler, self._holds, self._overlaps, self._reuse = scheduler, holds, overlaps, reuse
+        self.scheduler, self._holds, self._reuse = scheduler, holds, reuse
+        self.batcher = Batcher(adapter, ring, scheduler, overlaps, self.link_meter)
         made = None if reuse is None else reuse.keep_compressed
         self.compression = Compression(adapter, fold, encode, self._forward, made)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
@@ -84,7 +82,6 @@ class StepLoop:
         self.swap_seconds = self.exposed_seconds = 0.0
         self.background = BackgroundVerify()
         self._idle = 0
-        self._steps_without_swap: deque[float] = deque(maxlen=RECENT)
         self.observer = LoopObserver()
 
     def add(self, request: Request) -> None:
@@ -99,7 +96,7 @@ class StepLoop:
 
     def ticket(self, request: Request) -> Ticket:
         """``request`` as the scheduler would see it from now on."""
-        return Ticket(request, time.monotonic(), self._holds, self._transient, self._away)
+        return Ticket(request, time.monotonic(), self._holds, self.batcher.transient, self._away)
 
     def _away(self, request: Request) -> bool:
         return request.number == self.background.number
@@ -158,7 +155,10 @@ class StepLoop:
         for number in plan.start:
             self._start(by_number[number])
         started = time.perf_counter()
-        segments = self._segments(plan, by_number)
+        batch = self.batcher.form(plan, by_number, self.background.number)
+        segments = batch.segments
+        if batch.apart is not None:
+            self.background.start(batch.apart, functools.partial(self._verify_alone, batch.apart))
         if not segments:
             self._idle = 0 if self.background.busy or plan.start or plan.preempt else self._idle + 1
             self.settle()
@@ -174,8 +174,7 @@ class StepLoop:
             else:
                 self._hand_out(segments, logits, started, time.perf_counter(), ring_bytes)
         seconds = time.perf_counter() - started
-        if segments and not any(part.want.phase != "draft" and part.request.full.offloaded for part in segments):
-            self._steps_without_swap.append(seconds)
+        self.batcher.ran(batch, seconds)
         self.scheduler.done(plan, seconds)
         self.observer.stepped(self)
         finished = [request for request in self.requests if request.finished]
@@ -203,74 +202,8 @@ class StepLoop:
         request = self.requests[0]
         request.fail(VeriCacheError("the scheduler finds nothing to run", cause=f"{len(self.requests)} requests are left"))
 
-    def _segments(self, plan: StepPlan, by_number: dict[int, Request]) -> list[Segment[Request]]:
-        """Rows of the step, side by side; a block that does not fit is cut, and asked for again later.
-
-        Each request that swaps takes ring slots for the whole step. Those that the device has no room for beside the
-        first wait for another step. A verify whose swap would hold up the others goes to the background, one at a
-        time, and whoever else is due drafts on meanwhile.
-        """
-        segments: list[Segment[Request]] = []
-        apart: Segment[Request] | None = None
-        first = 0
-        room, slots = self._ring_room(), 0.0
-        flying = self.background.number
-        if flying is not None:
-            slots = self._transient(by_number[flying])
-        for part in plan.parts:
-            request, phase = by_number[part.number], part.phase
-            if request.finished or part.number == flying or request.full.tokens == len(request.tokens):
-                continue
-            long = phase != "draft" and self._swaps_long(request)
-            if long and (flying is not None or apart is not None):
-                # The link is taken: a second swap would only make both late.
-                if not request.may_draft_on():
-                    continue
-                long, phase = False, "draft"
-            needed = 0.0 if phase == "draft" else self._transient(request)
-            if slots and needed and slots + needed > room:
-                continue
-            slots += needed
-            want = request.want(phase)
-            if long and len(want.tokens) <= self.adapter.most_rows:
-                apart = Segment(request, want, 0, len(want.tokens))
-                continue
-            # Rows that a prefix store gave after the plan was made need not be computed.
-            rows = min(part.rows, len(want.tokens)) if want.phase == "prefill" else len(want.tokens)
-            count = min(rows, self.adapter.most_rows - first)
-            if count > 0:
-                segments.append(Segment(request, want, first, count))
-                first += count
-        if self.ring.nbytes + slots > room:
-            self.ring.trim()  # slots are kept for reuse, and requests that came since may need the room
-        if apart is not None:
-            if not segments:
-                return [apart]  # there is nobody to hold up
-            self.background.start(apart, functools.partial(self._verify_alone, apart))
-        return segments
-
     def _verify_alone(self, segment: Segment[Request]) -> Tensor:
         return self._forward([segment], self.compression.observe)[0]
-
-    def _swaps_long(self, request: Request) -> bool:
-        """Whether its next swap takes longer than a step that swaps nothing, and may run beside others."""
-        rate = self.link_meter.seconds_per_byte(request.full.tier)
-        if (
-            request.draft is None
-            or not request.full.offloaded
-            or rate is None
-            or not (self.scheduler.beside and self._overlaps())
-        ):
-            return False
-        # The median: a step in which a kernel was compiled says nothing of the next one.
-        recent = self._steps_without_swap
-        return bool(recent) and rate * self._swap_bytes(request) > statistics.median(recent)
-
-    def _swap_bytes(self, request: Request) -> float:
-        """Bytes of one swap of ``request``: the mean of those that were, and at first all of its offloaded rows."""
-        if request.metrics.rounds:
-            return (request.full.moved_bytes - request.swapped_before) / request.metrics.rounds
-        return float(request.full.tokens * sum(self.adapter.layers[index].token_bytes for index in request.full.offloaded))
 
     def _collect(self, *, block: bool) -> None:
         verdict = self.background.collect(block=block)
@@ -285,19 +218,6 @@ class StepLoop:
         else:
             segments = [verdict.segment]
             self._hand_out(segments, verdict.logits, verdict.started, verdict.ended, self.ring.nbytes, background=True)
-
-    def _ring_room(self) -> float:
-        """Device bytes that the budget leaves for ring slots while every running request is at its greatest length."""
-        if self.scheduler.budget.device == float("inf"):
-            return float("inf")
-        return self.scheduler.budget.device - sum(ticket.holds.device for ticket in self.scheduler.running)
-
-    def _transient(self, request: Request) -> float:
-        """Device bytes of the ring slots that a step of this request takes."""
-        if not request.full.offloaded:
-            return 0.0
-        largest = max(self.adapter.layers[index].token_bytes for index in request.full.offloaded)
-        return float(self.ring.layers * largest * ring_rows(request.greatest_length))
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a request that goes back to the queue; what it has committed it keeps, exactly."""

@@ -59,7 +59,7 @@ class Planner:
             found = load_calibration(config.calibration, fingerprint())
             found.check_link(config.calibration, config.link_bytes_per_s)
             self._pricer, priors = RoundPricer(found.costs.limited(config.link_bytes_per_s)), dict(found.priors)
-        self._priors, self._proposals = priors, ProposalExperience()
+        self._priors, self._proposal_experience = priors, ProposalExperience()
         self.scheduler = self._make_scheduler()
         self._lockstep = isinstance(self.scheduler, LockstepScheduler)  # prices depend on how steps are shared
 
@@ -142,7 +142,7 @@ class Planner:
         budget = float(self.config.device_budget or UNBOUNDED)
         situation = Situation(max(1, min(requests, int(budget // full))), tokens, full, full)
         prices = self.pricer.speculation_prices(situation, MOST_PROPOSALS)
-        return prices[0] / ProposalBelief(self._proposals).best(prices)[1]
+        return prices[0] / ProposalBelief(self._proposal_experience).best(prices)[1]
 
     def speculation(self, request: Request, company: Callable[[], tuple[int, int]]) -> SpeculationPace | None:
         """What says how many proposals the full KV of ``request`` is asked about; None where nothing is chosen by cost."""
@@ -152,7 +152,7 @@ class Planner:
         def prices() -> tuple[float, ...]:
             return self.pricer.speculation_prices(self._situation(request, company), MOST_PROPOSALS)
 
-        return SpeculationPace(request.proposals.proposer, self._proposals, prices, request.prompt_tokens)
+        return SpeculationPace(request.proposals.proposer, self._proposal_experience, prices, request.prompt_tokens)
 
     def pace(self, request: Request, compressor: str, company: Callable[[], tuple[int, int]]) -> Pace | None:
         """A window controller for ``request`` if windows are chosen; ``company`` counts requests, and those that swap."""
