@@ -162,7 +162,7 @@ def test_a_lossy_output_ends_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> N
     run()
     plain, lossy = seen[-2:]
     end = next(i for i in range(8, 42) if lossy[i] not in plain and lossy[i] not in lossy[:i])
-    monkeypatch.setattr("vericache_core.bench.runs.ending_ids", lambda *_: (lossy[end],))
+    monkeypatch.setattr("vericache_core.building.ending_ids", lambda *_: (lossy[end],))
     monkeypatch.setattr("vericache_core.bench.compressors.ending_ids", lambda *_: (lossy[end],))
     assert run().new_tokens == 42
     assert seen[-2:] == [plain, lossy[: end + 1]]
