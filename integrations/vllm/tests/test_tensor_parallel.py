@@ -13,7 +13,7 @@ from patience import kv_home, until_served
 
 # Two ranks need processes of their own. None is bound to a core: a core that others use would hold up both.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-from vllm import SamplingParams
+from stock import SETTINGS, greedy, stock_tokens
 
 from vericache_vllm.drafter import CompressedDrafter
 from vericache_vllm.generate import generate
@@ -26,30 +26,23 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 
 @pytest.fixture(scope="module")
-def verifier(model: Path, redis: str | None, folder: Path) -> Iterator[OfflineVerifier]:
+def reference(model: Path) -> list[list[int]]:
+    """What one rank says that knows nothing of LMCache or of us."""
+    return stock_tokens(model, PROMPTS, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def verifier(model: Path, redis: str | None, folder: Path, reference: list[list[int]]) -> Iterator[OfflineVerifier]:
+    """The engine with two ranks, after the other one has ended."""
     home = kv_home(redis, folder)
-    llm = build_llm(
-        str(model),
-        home.address,
-        patience.SECONDS,
-        tensor_parallel_size=2,
-        block_size=CHUNK_SIZE,
-        enforce_eager=True,
-        max_model_len=512,
-        dtype="float32",
-        max_num_seqs=4,
-    )
-    verifier = OfflineVerifier(llm)
+    verifier = OfflineVerifier(build_llm(str(model), home.address, patience.SECONDS, tensor_parallel_size=2, **SETTINGS))
     yield verifier
     verifier.close()
     home.close()
 
 
-@pytest.fixture(scope="module")
-def reference(verifier: OfflineVerifier) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    plain = verifier.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in plain]
+def test_two_ranks_and_one_say_the_same_by_themselves(verifier: OfflineVerifier, reference: list[list[int]]) -> None:
+    assert [greedy(verifier.llm, PROMPTS, NEW_TOKENS) for _ in range(2)] == [reference, reference]
 
 
 def test_two_ranks(verifier: OfflineVerifier, model: Path, reference: list[list[int]], figure: list[str]) -> None:
