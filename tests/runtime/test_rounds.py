@@ -43,6 +43,14 @@ def test_a_swap_hides_behind_the_whole_round_and_the_link_is_shared() -> None:
     assert round_seconds(COSTS, long, 10) == pytest.approx(10 * 2 / 4)
 
 
+def test_a_request_waits_for_its_own_swap() -> None:
+    alone = dataclasses.replace(ALONE, swap_bytes=1e7)
+    assert round_seconds(COSTS, alone, 10) == pytest.approx(10 * (0.02 + 0.001) + 0.1)
+    assert round_seconds(COSTS, dataclasses.replace(alone, ahead=True), 10) == round_seconds(COSTS, ALONE, 10)
+    two = dataclasses.replace(alone, requests=2, swapping=2)
+    assert round_seconds(COSTS, two, 10) == pytest.approx(10 * (0.02 / 2 + 0.001) + 0.1 / 2)
+
+
 def test_in_lock_step_a_swap_hides_behind_its_verify_only() -> None:
     lockstep = dataclasses.replace(ALONE, requests=2, swap_bytes=3e6, swapping=2, lockstep=True)
     drafting = 10 * (0.02 / 2 + 0.001)
@@ -78,7 +86,14 @@ def test_prices_list_every_window_and_alike_situations_share_them() -> None:
     prices = pricer.prices(ALONE)
     assert prices == tuple(round_seconds(COSTS, ALONE, window) for window in range(MOST + 1))
     assert pricer.prices(dataclasses.replace(ALONE, tokens=1001)) is prices
-    for change in ({"tokens": 1100}, {"requests": 2}, {"full_bytes": 5e6}, {"draft_bytes": 2e6}, {"lockstep": True}):
+    for change in (
+        {"tokens": 1100},
+        {"requests": 2},
+        {"full_bytes": 5e6},
+        {"draft_bytes": 2e6},
+        {"lockstep": True},
+        {"ahead": True, "swap_bytes": 1e7},
+    ):
         assert pricer.prices(dataclasses.replace(ALONE, **change)) != prices
     with pytest.raises(ConfigError, match="'disk'"):
         pricer.prices(dataclasses.replace(ALONE, swap_bytes=1.0, tier="disk"))

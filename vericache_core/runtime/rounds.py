@@ -30,6 +30,8 @@ class Situation:
         lockstep: all draft, then all verify, so that a swap hides behind verifying only.
         drafts_per_step: tokens that a draft step brings, more than one with a proposer.
         proposed: rows of a draft step beside the first.
+        ahead: the whole full KV comes in before its verify begins, and the request drafts meanwhile. Otherwise it streams
+            through a few layers' room during the verify.
     """
 
     requests: int
@@ -42,6 +44,7 @@ class Situation:
     lockstep: bool = False
     drafts_per_step: float = 1.0
     proposed: float = 0.0
+    ahead: bool = False
 
 
 class RoundPricer:
@@ -84,6 +87,7 @@ class RoundPricer:
             situation.lockstep,
             round(8 * situation.drafts_per_step),
             round(4 * situation.proposed),
+            situation.ahead,
         )
         if key not in self._known:
             if len(self._known) > 10_000:
@@ -111,7 +115,13 @@ def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
     else:
         # Every step carries several verifies.
         seconds = steps * costs.rows_seconds(math.ceil(requests * (drafts * draft_rows + rows) / steps))
-    return max(drafting + load + seconds / requests, link)
+    seconds = max(drafting + load + seconds / requests, link)
+    if situation.ahead:
+        return seconds
+    # Others compute while it streams in, but the request itself waits: no round is shorter than its own drafts and swap.
+    return max(
+        seconds, drafting + (drafts * costs.rows_seconds(together) + link * requests / max(1, situation.swapping)) / requests
+    )
 
 
 def speculation_seconds(costs: CostModel, situation: Situation, proposals: int) -> float:

@@ -100,9 +100,7 @@ class Simulation:
             if request.lookup is not None and self._proposals is not None:
                 prices = functools.partial(self._speculation_prices, request)
                 request.speculation = SpeculationPace(request.lookup, self._proposals, prices, request.prompt)
-            request.arrived()
-            if request.controller is not None:
-                self._choose(request)
+            request.arrived(functools.partial(self._prices, request))
 
     def _step(self, plan: StepPlan) -> None:
         started = self.now
@@ -279,12 +277,7 @@ class Simulation:
             self.result.accepted += accepted
         if request.controller is not None:
             request.controller.observe(drafted, accepted, self._prices(request), plain)
-            if not request.finished:
-                self._choose(request)
-
-    def _choose(self, request: SimulatedRequest) -> None:
-        assert request.controller is not None
-        request.chosen = request.controller.choose(self._prices(request))
+            request.next_round()
 
     def _prices(self, request: SimulatedRequest) -> tuple[float, ...]:
         found = self._pricer.prices(self._situation(request))

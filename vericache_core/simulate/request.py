@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vericache_core.runtime.costs import CostModel
@@ -38,7 +38,6 @@ class SimulatedRequest:
     """See :class:`vericache_core.runtime.schedulable.Schedulable` for the properties that schedulers read.
 
     Attributes:
-        chosen: drafts of the round under way, by its controller or for good.
         away: its verify is in the background.
         token_bytes: of full KV per token.
         controller: chooses its windows from its arrival on, with the experience of others; None where they are given.
@@ -68,7 +67,9 @@ class SimulatedRequest:
         lookup: Lookup | None = None,
     ) -> None:
         self.number, self.arrival, self.priority = number, arrival.at, arrival.priority
-        self.mode, self.tier, self.chosen = mode, tier, window
+        self.mode, self.tier = mode, tier
+        self._chosen: int | None = window
+        self._choose: Callable[[], int] | None = None
         self.controller: WindowController | None = None
         self._experience = experience
         self.away = False
@@ -89,10 +90,27 @@ class SimulatedRequest:
         self.verifying, self._held = False, 0  # and tokens that steps of this verify have accepted already
         self._draft_steps = self._draft_rows = self._step_drafts = 0
 
-    def arrived(self) -> None:
-        """It waits from here on. Its controller begins with what those before it have learnt, and brings its grant."""
+    def arrived(self, prices: Callable[[], Sequence[float]]) -> None:
+        """It waits from here on. Its controller begins with what those before it have learnt, and brings its grant.
+
+        ``prices`` are seconds of rounds by window, in the company of the moment.
+        """
         if self._experience is not None:
-            self.controller = WindowController(self._experience, self.new_tokens)
+            self.controller = controller = WindowController(self._experience, self.new_tokens)
+            self._choose = lambda: controller.choose(prices())
+            self.next_round()
+
+    def next_round(self) -> None:
+        """The next window is to be chosen; not before it is asked for, as in the engine, by the company of that moment."""
+        self._chosen = None
+
+    @property
+    def chosen(self) -> int:
+        """Drafts of the round under way, by its controller or for good."""
+        if self._chosen is None:
+            assert self._choose is not None
+            self._chosen = self._choose()
+        return self._chosen
 
     def left(self) -> None:
         """Its answer is complete."""
@@ -295,6 +313,7 @@ class SimulatedRequest:
             lockstep,
             (self._step_drafts + UNSEEN_STEPS) / (self._draft_steps + UNSEEN_STEPS),
             (self._draft_rows - self._draft_steps) / (self._draft_steps + UNSEEN_STEPS),
+            ahead=not self._compression.ring,
         )
 
     @property
