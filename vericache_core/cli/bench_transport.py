@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vericache_core._version import __version__
 from vericache_core.cli.output import note, print_json, print_table
 from vericache_core.errors import UsageError
-from vericache_core.stores.url import parse_bytes, shown
+from vericache_core.sizes import parse_size
+from vericache_core.stores.url import shown
 
 if TYPE_CHECKING:
     from vericache_core.bench.transport import Ratio, Transport
@@ -39,7 +40,7 @@ def add_arguments(actions: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; exit 1 when a store failed."""
-    size = parse_bytes(args.size)
+    size = parse_size(args.size, "--size")
     if args.repeats < 1:
         raise UsageError("--repeats must be at least 1")
     from vericache_core.bench.transport import measure, opened

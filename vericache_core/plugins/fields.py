@@ -1,7 +1,7 @@
 """What one option field is: its type, its metadata, and how a value becomes legal or is refused by name.
 
 Options of compressors and the engine configuration share this file, so that ranges, coercion and error
-texts come from one place. It imports nothing but the standard library.
+texts come from one place. It imports nothing that is large.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 from vericache_core.errors import OptionError, UsageError
 from vericache_core.plugins.values import FieldType, convert, parse_pairs, resolve_type
+from vericache_core.sizes import is_size, parse_size
 
 __all__ = [
     "METADATA_KEY",
@@ -32,6 +33,8 @@ __all__ = [
 
 T = TypeVar("T")
 METADATA_KEY = "vericache"
+SIZES: Final = ("bytes", "bytes/s")
+"""Units of fields that may be given as a size."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class OptionField:
         words = self.type.words if self.info.choices is None else "one of " + ", ".join(map(str, self.info.choices))
         bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in _bounds(self.info) if bound is not None)
         words = " ".join(part for part in (words, bounds) if part)
+        words += ", or a size such as 10GB" if self.info.unit in SIZES else ""
         return " or ".join([words, *self.type.names])
 
 
@@ -147,9 +151,11 @@ def coerce(
     """Return ``value`` as the field's type and inside its range, or raise ``error`` naming ``label``.
 
     With ``text`` a string may stand for another type, as on a command line: ``"2"`` for 2, ``"none"`` for None,
-    ``"a,b"`` for a tuple. Not-a-number and infinity are refused everywhere.
+    ``"a,b"`` for a tuple. Everywhere a size, ``"10GB"``, may stand for bytes, and not-a-number and infinity are refused.
     """
     label = label or field.name
+    if field.info.unit in SIZES and isinstance(value, str) and is_size(value):
+        value = parse_size(value, label)
     try:
         result = convert(field.type, value, text)
         _check_range(field, result)

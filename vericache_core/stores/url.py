@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from vericache_core.errors import ConfigError
+from vericache_core.sizes import parse_size
 from vericache_core.stores.blobs import BlobStore
 
 DEFAULT_CHUNK = 256
@@ -23,7 +24,6 @@ DEFAULT_TIMEOUT = 2.0
 PAGE_ROWS = 128
 """Rows of a page of KV, see :mod:`vericache_core.cache.pages`, which this module does not import for torch's sake."""
 _COMMON = frozenset({"chunk", "timeout", "compressed", "required"})
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Opener = Callable[[SplitResult, Mapping[str, Any]], BlobStore]
 
@@ -120,7 +120,7 @@ def open_store(url: str) -> OpenedStore:
     timeout = _timeout(options.pop("timeout", None))
     compressed, required = _yes(options, "compressed", True), _yes(options, "required", False)
     if "bytes" in options:
-        options["bytes"] = parse_bytes(options["bytes"])
+        options["bytes"] = parse_size(options["bytes"], "bytes")
     module, _, name = scheme.opener.partition(":")
     opener: Opener = getattr(importlib.import_module(module), name)
     return OpenedStore(opener(parts, options), chunk, timeout, scheme.attempts, compressed, required)
@@ -129,14 +129,6 @@ def open_store(url: str) -> OpenedStore:
 def shown(url: str) -> str:
     """``url`` as it may be shown: without a user name and a password."""
     return re.sub(r"(?<=//)[^/@?#]*@", "***@", url)
-
-
-def parse_bytes(text: str) -> int:
-    """``10GB``, ``512MiB`` or ``1000000`` as bytes; GB counts in thousands, GiB in 1024s."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None or not float(match[1]) > 0:
-        raise ConfigError(f"bytes={text}: expected a size such as 10GB or 512MiB")
-    return math.ceil(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def _yes(options: dict[str, Any], name: str, default: bool) -> bool:
