@@ -42,5 +42,5 @@ def parse_size(text: str, name: str) -> int:
     if match is None or not float(match[1]) > 0:
         raise ConfigError(f"{name}={text}: expected a size such as 10GB or 512MiB")
     prefix = (match[2] or "").lower()
-    power = " kmgt".index(prefix[:1] or " ")
-    return math.ceil(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** power)
+    unit: int = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    return math.ceil(float(match[1]) * unit)
