@@ -197,7 +197,7 @@ def test_a_subject_that_lives_in_this_process_only_is_an_undeclared_skip() -> No
 def test_a_model_that_cannot_be_loaded_is_no_fault_of_the_compressor(subject: Subject, tmp_path: Path) -> None:
     found = execute(find_check("M-01"), subject, Settings(model=str(tmp_path / "nowhere")))
     assert (found.outcome, found.example) == ("error", None)
-    assert "could not be loaded" in found.message
+    assert "nowhere' does not exist" in found.message
     assert len(found.message.splitlines()) == 1
 
 

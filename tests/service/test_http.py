@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import socket
 import threading
 from typing import cast
@@ -124,6 +125,9 @@ def test_a_prober_that_does_not_wait_leaves_no_traceback(
     def breaks(*_: object) -> tuple[int, bytes, str]:
         raise next(failures)
 
+    # Handlers that commands in this process left behind write to stderr as well.
+    monkeypatch.setattr(logging.getLogger("vericache"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     with Service("127.0.0.1", 0) as service:
         monkeypatch.setattr(service, "answer", breaks)
         for _ in range(2):
