@@ -81,6 +81,7 @@ IDLING: Final[list[tuple[dict[str, Any], str, dict[str, Any]]]] = [
     ({**DRAFTS, "remote_ca": "a.pem", "remote_cert": "c.pem", "remote_key": "k.pem"}, "remote_key", REMOTE),
     ({**DRAFTS, "remote_plaintext": True}, "remote_plaintext", REMOTE),
     ({**DRAFTS, "remote_timeout": 3.0}, "remote_timeout", REMOTE),
+    ({**DRAFTS, "remote_prefix_bytes": 9}, "remote_prefix_bytes", REMOTE),
     ({**DRAFTS, "on_remote_error": "fail"}, "on_remote_error", REMOTE),
     ({**DRAFTS, "pack_weights": "always", "device": "cuda:1"}, "pack_weights", {"device": "cpu"}),
 ]
@@ -196,6 +197,7 @@ SAMPLES: Final[dict[str, Any]] = {
     "remote_key": "k.pem",
     "remote_plaintext": True,
     "remote_timeout": 3.0,
+    "remote_prefix_bytes": 9,
     "on_remote_error": "fail",
     "probe": False,
     "attention": "numba",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vericache_core.remote.paths import PATHS, Path, Task, best_window, choose_path, cycle_seconds, path_seconds, plain_seconds
-from vericache_core.remote.prefixes import Prefixes, common
+from vericache_core.remote.prefixes import NAMED, Prefixes, common
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import accepted_at
 
@@ -77,11 +77,27 @@ def test_prefixes_are_found() -> None:
     assert common([1, 2], [3]) == 0
 
 
-def test_prefixes_that_nobody_uses_go() -> None:
-    prefixes = Prefixes(kept=2)
-    held = [prefixes.of([number, 0, 1], []) for number in range(4)]
-    assert len(prefixes) == 4
+def test_prefixes_that_nothing_uses_are_bounded_in_bytes() -> None:
+    prefixes = Prefixes()
+    held = [prefixes.of([number, 0, 1], []) for number in range(5)]
     for prefix in held:
+        prefix.sizes["prefix"] = 100
+    prefixes.trim(0.0)
+    assert len(prefixes) == 5, "a running request uses each of them"
+    for prefix in held[:4]:
         prefixes.leave(prefix)
-    assert len(prefixes) == 2
-    assert prefixes.of([3, 0, 1], []) is held[3], "the newest stay"
+    held[3].fetching.add("rows")
+    prefixes.leave(prefixes.of([0, 0, 1], []))
+    prefixes.trim(250.0)
+    assert [prefix.ids[0] for prefix in prefixes._held.values()] == [2, 3, 4, 0], "least recently used goes"
+    assert (prefixes.nbytes, prefixes.claimed) == (400, 200)
+    prefixes.trim(0.0)
+    assert [prefix.ids[0] for prefix in prefixes._held.values()] == [3, 4], "in use, and on its way"
+
+
+def test_names_of_prefixes_are_bounded_too() -> None:
+    prefixes = Prefixes()
+    for number in range(NAMED + 9):
+        prefixes.leave(prefixes.of([number, 0, 1], []))
+    prefixes.trim(float("inf"))
+    assert len(prefixes) == NAMED

@@ -26,7 +26,8 @@ from vericache_core.cli.main import main
 PREFIX = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
 TASKS = ["What did the fox do?", "And the dog?"]
 FAST = ["--rows", "16", "--no-probe", "--no-plugins"]
-DRAFTER = [*FAST, "-c", "random", "--keep", "0.5", "--window", "4", "--max-new-tokens", "24"]
+ENGINE = [*FAST, "-c", "random", "--keep", "0.5", "--window", "4"]
+DRAFTER = [*ENGINE, "--max-new-tokens", "24"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_draft_check_and_stop(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert all(output["identical"] is True for output in found["outputs"])
         assert [output["token_ids"] for output in found["outputs"]] == expected(capsys, folder)
         assert all(output["mode"] == "remote" and not output["degraded"] for output in found["outputs"])
-        assert main(["draft", "-m", str(folder), "--check", "--json", "--remote", address, *link, *DRAFTER]) == 0
+        assert main(["draft", "-m", str(folder), "--check", "--json", "--remote", address, *link, *ENGINE]) == 0
         assert json.loads(capsys.readouterr().out)["bytes_per_second"] > 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

@@ -113,11 +113,11 @@ class DraftKV:
         pages.release_before(first)
 
     def twin(self) -> DraftKV:
-        """Another draft KV of the same prefix, for another request; full pages and codes are shared, not copied."""
+        """Another draft KV of the same prefix, for another request. Full pages, codes, maps are shared, and counted here."""
         assert self._full is None
         assert self.tail == self.drafted == 0, "only a prefix can be shared"
         other = DraftKV(self._layers, self.device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
-        other._coded, other._maps = dict(self._coded), dict(self._maps)
+        other._coded, other._maps, other._measured = dict(self._coded), dict(self._maps), 0
         for index, pages in self._pages.items():
             other._pages[index] = PagedRows(self._layers[index], self.device)
             other._pages[index].begin_with(pages, pages.lengths)

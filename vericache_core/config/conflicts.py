@@ -154,6 +154,7 @@ _OF_THE_LINK: Final = (
     "remote_key",
     "remote_plaintext",
     "remote_timeout",
+    "remote_prefix_bytes",
     "on_remote_error",
 )
 IDLE: Final = (

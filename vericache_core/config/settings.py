@@ -109,6 +109,12 @@ class EngineConfig:
     remote_key: str | None = option(None, help="PEM key of `remote_cert`")
     remote_plaintext: bool = option(False, help="talk without TLS beyond this machine: something else must guard the link")
     remote_timeout: float = option(10.0, help="longest wait for an answer of the store", unit="seconds", gt=0, le=3600)
+    remote_prefix_bytes: int = option(
+        2 << 30,
+        help="most device bytes of received prefixes that no request uses, kept for later ones; less where `device_budget` is",
+        unit="bytes",
+        ge=0,
+    )
     on_remote_error: Literal["recompute", "fail"] = option(
         "recompute", help="when the store or the link fails: go on here with a full KV of our own, or fail the request"
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import queue
+import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vericache_core.engine import Engine
@@ -19,33 +20,16 @@ from vericache_core.remote.choose import PathChooser
 from vericache_core.remote.frames import Message, ids_to_bytes
 from vericache_core.remote.identity import Facts
 from vericache_core.remote.link import Link
-from vericache_core.remote.prefixes import Backoff, Local, Prefixes
+from vericache_core.remote.link_stats import LinkStats
+from vericache_core.remote.prefixes import Backoff, Local
 from vericache_core.remote.receive import Received, Receiver, What
+from vericache_core.remote.room import DeviceRoom, drafts
 from vericache_core.remote.session import RemoteSession
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.request import Request
 
 log = logging.getLogger("vericache.remote")
-
-
-@dataclass
-class LinkStats:
-    """What the link did since the engine started.
-
-    Attributes:
-        transfers: by kind, ``prefix`` and ``rows``: bytes and seconds of the newest one.
-        verdict_seconds: from a question to its verdict, each time.
-        first_draft_seconds: from the opening of a session to its first draft.
-    """
-
-    transfers: dict[str, tuple[int, float]] = field(default_factory=dict)
-    sessions: int = 0
-    failures: int = 0
-    dropped_verdicts: int = 0
-    received_bytes: int = 0
-    verdict_seconds: list[float] = field(default_factory=list)
-    first_draft_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -74,7 +58,9 @@ class SessionLoop(StepLoop):
         self._engine, self._config, self._facts = engine, engine.config, facts
         self._waiting: list[Request] = []
         self._remote: dict[int, Live] = {}
-        self._prefixes, self._backoff = Prefixes(), Backoff()
+        self._room = DeviceRoom(self.scheduler, engine.planner, self._token_bytes(), self._config.remote_prefix_bytes)
+        self._prefixes, self._backoff = self._room.prefixes, Backoff()
+        self._first: Live | None = None  # of the first that waits, once it has claimed its bytes
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._goodbyes: list[Any] = []
         self._chooser = PathChooser(engine, link)
@@ -103,6 +89,8 @@ class SessionLoop(StepLoop):
 
     def remove(self, request: Request) -> None:
         self._waiting = [other for other in self._waiting if other is not request]
+        if self._first is not None and self._first.session.request is request:
+            self._unclaim()
         live = self._remote.pop(request.number, None)
         if live is not None:
             self._hang_up(live)
@@ -117,39 +105,66 @@ class SessionLoop(StepLoop):
     def _open_waiting(self) -> None:
         while self._waiting and len(self._remote) < self._config.max_running:
             if not self._backoff.open:
+                self._unclaim()
                 self._go_local(self._waiting.pop(0), "the link to the store failed a moment ago")
                 continue
-            prompts = [request.tokens for request in self._waiting]
-            request = self._waiting.pop(0)
-            others = [*prompts[1:], *(live.session.request.tokens for live in self._remote.values())]
-            prefix = self._prefixes.of(request.tokens[: request.prompt_tokens], others)
-            try:
-                mode, window = self._chooser.choose(request, prefix, 1 + len(others))
-            except RemoteError as error:
-                self._prefixes.leave(prefix)
-                self._backoff.failed()
-                self._go_local(request, str(error))
+            if self._first is None:
+                came_first = any(ticket.number < self._waiting[0].number for ticket in self.scheduler.waiting)
+                if came_first and self._config.device_budget is not None:
+                    return
+                self._first = self._claim()
+            live = self._first
+            if live is None:
                 continue
-            if mode == "local":
-                self._prefixes.leave(prefix)
-                self._join(request)
-                continue
-            live = Live(RemoteSession(request, window, self.adapter.vocab_size), prefix, mode)
-            self._remote[request.number] = live
+            if not self._room.fits:
+                return  # nobody who came later gets what it waits for
+            self._first = None
+            self._room.trim()
+            self._remote[self._waiting.pop(0).number] = live
             self.stats.sessions += 1
             self._open(live)
+
+    def _claim(self) -> Live | None:
+        """Decide how the first that waits goes on, and claim its bytes; ``None`` where it goes on otherwise, or not at all."""
+        prompts = [request.tokens for request in self._waiting]
+        request = self._waiting[0]
+        others = [*prompts[1:], *(live.session.request.tokens for live in self._remote.values())]
+        prefix = self._prefixes.of(request.tokens[: request.prompt_tokens], others)
+        try:
+            mode, window = self._chooser.choose(request, prefix, 1 + len(others))
+            if mode != "local":
+                self._room.claim(request, prefix, mode)
+                return Live(RemoteSession(request, window, self.adapter.vocab_size), prefix, mode)
+        except RemoteError as error:
+            self._backoff.failed()
+            self._waiting.pop(0)
+            self._go_local(request, str(error))
+        except ConfigError as error:
+            self._waiting.pop(0)
+            request.fail(error)
+        else:
+            self._waiting.pop(0)
+            self._join(request)
+        self._room.release(request, prefix)
+        return None
+
+    def _unclaim(self) -> None:
+        if self._first is not None:
+            self._room.release(self._first.session.request, self._first.prefix)
+            self._first = None
 
     def _open(self, live: Live) -> None:
         """Open a session and listen to what the store says of itself."""
         request = live.session.request
-        drafts = not live.mode.startswith(("remote", "fetch"))
+        live.session.added_at = time.monotonic()
+        compressor = request.metrics.compressor if drafts(live.mode) else None
         params = {f.name: getattr(request.params, f.name) for f in dataclasses.fields(request.params)}
         del params["logits_processors"]
         fields = {
             "facts": self._facts,
             "prefix": len(live.prefix.ids),
-            "compressor": request.metrics.compressor if drafts else None,
-            "options": self._config.options_of(request.metrics.compressor) if drafts else {},
+            "compressor": compressor,
+            "options": {} if compressor is None else self._config.options_of(compressor),
             "params": params,
             "generate": int(live.mode == "remote"),
             "stateless": int(live.mode.endswith("stateless")),
@@ -193,6 +208,12 @@ class SessionLoop(StepLoop):
                 request.draft = prefix.draft.twin()
                 request.metrics.compressed_kv_bytes = prefix.draft.device_bytes
                 request.metrics.compressed_from_bytes = self._token_bytes() * len(prefix.ids)
+                self._unclaim()  # what waits claims anew, with what is left
+                try:
+                    self._room.measure(request, prefix)
+                except RemoteRefused as error:
+                    self._fail(live, error)
+                    return
         if live.mode.startswith(("fetch", "stream")):
             if prefix.rows is None:
                 self._fetch(live, "rows")
@@ -216,10 +237,8 @@ class SessionLoop(StepLoop):
 
     def _received(self, prefix: Local, received: Received) -> None:
         prefix.fetching.discard(received.what)
-        if received.draft is not None:
-            prefix.draft = received.draft
-        else:
-            prefix.rows = received.rows
+        prefix.take(received.draft, received.rows)
+        self._room.trim()
         self.stats.received_bytes += received.bytes
         self.stats.transfers[received.what] = received.bytes, received.seconds
         for live in list(self._remote.values()):
@@ -266,6 +285,7 @@ class SessionLoop(StepLoop):
         if method == "open":
             return
         live.prefix.fetching.discard(method)
+        self._room.trim()
         for other in list(self._remote.values()):  # whoever waited for what this one was fetching
             if other.prefix is not live.prefix or other.session.number is None:
                 continue
@@ -289,7 +309,7 @@ class SessionLoop(StepLoop):
 
     def _hang_up(self, live: Live) -> None:
         live.session.closing = True
-        self._prefixes.leave(live.prefix)
+        self._room.release(live.session.request, live.prefix)
         if live.call is not None:
             live.call.cancel()
         if live.session.number is not None:

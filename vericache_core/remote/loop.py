@@ -55,15 +55,19 @@ class RemoteLoop(SessionLoop):
 
     def step(self) -> list[Request]:
         self._take_events(block=False)
+        self._note_peak()
         self._open_waiting()
         self._receiver.watch()
         worked = self._draft()
         self._send()
         finished: list[Request] = []
         if self.requests:
+            steps, self.scheduler.aside = self.steps, self._room.held
             finished = super().step()
-            worked = True
-        if not worked and self._remote:
+            if self._remote or self._waiting:
+                self._idle = 0  # what has no room here waits for them
+            worked = worked or self.steps > steps or bool(finished)
+        if not worked and (self._remote or self._waiting):
             started = time.perf_counter()
             self._take_events(block=True)
             self.exposed_seconds += time.perf_counter() - started
@@ -76,6 +80,14 @@ class RemoteLoop(SessionLoop):
                 self.remove(request)
                 finished.append(request)
         return finished
+
+    def _start(self, request: Request) -> None:
+        self._room.trim()
+        super()._start(request)
+
+    def _note_peak(self) -> None:
+        held = self._prefixes.nbytes + sum(request.device_bytes() for request in self.live)
+        self.peak_device_kv_bytes = max(self.peak_device_kv_bytes, held)
 
     def close(self) -> None:
         for live in list(self._remote.values()):
@@ -122,7 +134,7 @@ class RemoteLoop(SessionLoop):
             metrics.steps += 1
             metrics.add_seconds("draft", seconds)
             metrics.peak_device_kv_bytes = max(metrics.peak_device_kv_bytes, session.request.device_bytes())
-        self.peak_device_kv_bytes = max(self.peak_device_kv_bytes, sum(request.device_bytes() for request in self.live))
+        self._note_peak()
         return True
 
     def _send(self) -> None:

@@ -13,8 +13,8 @@ from vericache_core.cache.pages import PagedRows
 
 SHORTEST: Final = 64
 """Tokens that prompts must have in common before that counts as a shared prefix."""
-KEPT: Final = 16
-"""Prefixes that are kept for later requests."""
+NAMED: Final = 64
+"""Prefixes that are remembered for later requests, however little of them is here."""
 
 
 @dataclass(eq=False)
@@ -25,6 +25,8 @@ class Local:
         draft: its compressed KV, complete; requests draft on twins of it.
         rows: its full KV by layer, complete, where that was asked for.
         fetching: what is on its way: ``prefix``, ``rows``.
+        sizes: device bytes of what has come, by the same names.
+        expected: device bytes of what is to come, as far as requests have claimed room for it.
         users: requests that lean on it.
     """
 
@@ -32,18 +34,51 @@ class Local:
     draft: DraftKV | None = None
     rows: Mapping[int, PagedRows] | None = None
     fetching: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
     users: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay: a request leans on it, or some of it is still coming in."""
+        return self.users > 0 or bool(self.fetching)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of what has come."""
+        return sum(self.sizes.values())
+
+    @property
+    def claimed(self) -> float:
+        """Device bytes of what has come, and of what is expected."""
+        return sum({**self.expected, **self.sizes}.values())
+
+    def take(self, draft: DraftKV | None, rows: Mapping[int, PagedRows]) -> None:
+        """Its compressed KV has come, or else its full KV."""
+        if draft is not None:
+            self.draft, self.sizes["prefix"] = draft, draft.device_bytes
+        else:
+            self.rows, self.sizes["rows"] = rows, sum(pages.nbytes for pages in rows.values())
 
 
 class Prefixes:
-    """Prefixes by token ids; those that no request uses go when there are too many."""
+    """Prefixes by token ids; :meth:`trim` bounds what those take that no request uses."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, ...], Local] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all of them."""
+        return sum(prefix.nbytes for prefix in self._held.values())
+
+    @property
+    def claimed(self) -> float:
+        """Device bytes, here or expected, of those that must stay."""
+        return sum(prefix.claimed for prefix in self._held.values() if prefix.busy)
 
     def of(self, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> Local:
         """The prefix that ``prompt`` leans on; it gets one more user.
@@ -69,15 +104,15 @@ class Prefixes:
     def leave(self, prefix: Local) -> None:
         """One user less."""
         prefix.users -= 1
-        for ids in list(self._held):
-            if len(self._held) <= self._kept:
-                return
-            if not self._held[ids].users:
-                del self._held[ids]
 
-    def forget(self, prefix: Local) -> None:
-        """Its KV is of no use, such as when the store has changed; those who use it keep what they have."""
-        self._held.pop(prefix.ids, None)
+    def trim(self, most_bytes: float) -> None:
+        """Let the least recently used go until those that nothing uses take at most ``most_bytes`` of the device."""
+        idle = [prefix for prefix in self._held.values() if not prefix.busy]
+        held, named = sum(prefix.nbytes for prefix in idle), len(idle)
+        for prefix in idle:
+            if (held > most_bytes and prefix.nbytes) or named > NAMED:
+                del self._held[prefix.ids]
+                held, named = held - prefix.nbytes, named - 1
 
     def clear(self) -> None:
         """Forget everything."""

@@ -29,6 +29,7 @@ _ALWAYS: Final = {
     "remote_key": _LINK,
     "remote_plaintext": _LINK,
     "remote_timeout": _LINK,
+    "remote_prefix_bytes": _LINK,
     "on_remote_error": _LINK,
 }
 _SOMETIMES: Final[dict[str, tuple[Callable[[EngineConfig], bool], str]]] = {

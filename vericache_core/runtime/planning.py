@@ -109,7 +109,7 @@ class Planner:
             return "plain"
         if self.config.mode == "auto":
             full = float(tokens * self._token_bytes)
-            share = self._share(compressor, tokens, HOPED_SHARE)
+            share = self.share(compressor, tokens, HOPED_SHARE)
             tier = self.config.full_kv
             demand = Demand(
                 tokens,
@@ -207,16 +207,20 @@ class Planner:
         if request.draft is not None:
             draft += float(request.draft.device_bytes + (rest + PAGE) * self._token_bytes)
             if metrics.compressed_from_bytes and metrics.compressor is not None:
-                share, key = metrics.compressed_kv_bytes / metrics.compressed_from_bytes, self._key(metrics.compressor)
-                self._shares[key] = max(share, self._shares.get(key, 0.0))
+                self.saw(metrics.compressor, metrics.compressed_kv_bytes / metrics.compressed_from_bytes)
         elif request.compressor is not None and metrics.compressor is not None:
-            share = self._share(metrics.compressor, request.prompt_tokens)
+            share = self.share(metrics.compressor, request.prompt_tokens)
             draft += (share * request.prompt_tokens + request.params.max_new_tokens + PAGE) * self._token_bytes
         if not request.full.offloaded:
             return Bytes(full + draft, 0.0, 0.0)
         return Bytes(draft, full, 0.0) if request.full.tier == "host" else Bytes(draft, 0.0, full)
 
-    def _share(self, compressor: str, tokens: int, unknown: float = 1.0) -> float:
+    def saw(self, compressor: str, share: float) -> None:
+        """Learn that a compressed prefix had this share of the full one's bytes."""
+        key = self._key(compressor)
+        self._shares[key] = max(share, self._shares.get(key, 0.0))
+
+    def share(self, compressor: str, tokens: int, unknown: float = 1.0) -> float:
         """Bytes of the compressed prefix over those of the full one: what was seen, else what was asked for, or ``unknown``."""
         seen = self._shares.get(self._key(compressor))
         if seen is not None:

@@ -145,6 +145,9 @@ class Scheduler(Protocol):
     beside: bool
     """Whether a verify whose swap is long may run beside the steps of others."""
 
+    aside: float
+    """Device bytes of the budget that others than its requests hold; those that wait for them wait."""
+
     @property
     def budget(self) -> Bytes:
         """Bytes that there are, by tier."""

@@ -26,9 +26,10 @@ class Roster:
 
     Attributes:
         beside: whether a verify whose swap is long may run beside the steps of others.
+        aside: device bytes of the budget that others than its requests hold.
     """
 
-    beside = True
+    beside, aside = True, 0.0
 
     def __init__(self, budget: Bytes | None = None, rows: int = 128, policy: AdmissionPolicy | None = None) -> None:
         self.budget, self.rows, self.policy = budget or Bytes(), rows, policy or AdmissionPolicy()
@@ -53,13 +54,14 @@ class Roster:
     @property
     def room(self) -> float:
         """Device bytes that running requests leave for swaps."""
-        return self.budget.device - sum((request.holds for request in self.running), NOTHING).device
+        return self.budget.device - self.aside - sum((request.holds for request in self.running), NOTHING).device
 
     def admit(self, now: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Let requests in and out; returns numbers to start and to preempt."""
         if not self.waiting:
             return (), ()
-        chosen = admit(self.waiting, self.running, self.budget, now, self.policy, self._streaming)
+        budget = self.budget - Bytes(self.aside, 0.0, 0.0)
+        chosen = admit(self.waiting, self.running, budget, now, self.policy, self._streaming)
         known = {request.number: request for request in [*self.waiting, *self.running]}
         for number in chosen.preempt:
             self.remove(number)
