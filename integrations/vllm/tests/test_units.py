@@ -157,6 +157,58 @@ def test_ends(model: Path, reference: list[list[int]]) -> None:
     assert (output.token_ids, output.finish_reason) == (reference[0][: first + 1], "stop")
 
 
+class Dying(PlainVerifier):
+    """Fails for good once it has answered so often."""
+
+    def __init__(self, folder: Path, answers: int, failure: Exception) -> None:
+        super().__init__(folder)
+        self.left, self.failure = answers, failure
+
+    def verify(self, checks: Sequence[Check]) -> list[Verdict]:
+        if self.left == 0:
+            raise self.failure
+        self.left -= 1
+        return super().verify(checks)
+
+
+@pytest.mark.parametrize("failure", [RemoteError("gone", cause="refused"), RuntimeError("engine core died")])
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_verifier_that_dies_takes_no_token_with_it(
+    model: Path, reference: list[list[int]], failure: Exception, *, drafts: bool
+) -> None:
+    drafter = CompressedDrafter.from_pretrained(str(model), "identity") if drafts else None
+    end = reference[0][2]
+    assert end not in reference[1][:20]
+    done, cut = generate(PROMPTS, 40, Dying(model, 3, failure), drafter, window=5, ends={end})
+    assert (done.finish_reason, done.error) == ("stop", None), "it was done before"
+    assert done.token_ids == reference[0][: reference[0].index(end) + 1]
+    assert cut.token_ids == reference[1][: 18 if drafts else 3]
+    assert cut.finish_reason == "error"
+    assert isinstance(cut.error, RemoteError)
+    assert str(failure.args[0]) in str(cut.error)
+
+
+def test_what_a_verifier_cannot_decide_ends_that_request_alone(model: Path, reference: list[list[int]]) -> None:
+    class Undecided(PlainVerifier):
+        def verify(self, checks: Sequence[Check]) -> list[Verdict]:
+            at = len(PROMPTS[0]) + 5
+            return [Verdict(0, None) if len(check.verified) == at else self._verdict(check) for check in checks]
+
+    cut, whole = generate(PROMPTS, 12, Undecided(model))
+    assert (cut.finish_reason, cut.token_ids) == ("error", reference[0][:5])
+    assert "undecided" in str(cut.error)
+    assert (whole.finish_reason, whole.token_ids) == ("length", reference[1][:12])
+
+
+def test_too_few_verdicts_decide_nothing(model: Path) -> None:
+    class Short(PlainVerifier):
+        def verify(self, checks: Sequence[Check]) -> list[Verdict]:
+            return super().verify(checks)[1:]
+
+    outputs = generate(PROMPTS, 4, Short(model))
+    assert [(output.finish_reason, output.token_ids) for output in outputs] == [("error", []), ("error", [])]
+
+
 class Broken:
     """A drafter that fails at some call."""
 

@@ -23,7 +23,8 @@ class Generated:
 
     Attributes:
         token_ids: committed tokens, an ending id included.
-        finish_reason: ``"stop"`` or ``"length"``.
+        finish_reason: ``"stop"``, ``"length"`` or ``"error"``.
+        error: why, when ``finish_reason`` is ``"error"``; the tokens before it are right.
         rounds: verifications with drafts.
         drafted, accepted: tokens, over those rounds.
         cached, prompted: tokens whose KV came from a cache, of all tokens sent to the verifier.
@@ -44,6 +45,7 @@ class Generated:
     ties: int = 0
     margin: float = float("inf")
     degraded: str | None = None
+    error: VeriCacheError | None = None
 
     @property
     def mean_run(self) -> float:
@@ -69,6 +71,12 @@ class _Live:
         log.warning("drafting ends, plain decoding goes on: %s", why)
         self.output.degraded = why
         self.drafts = []
+        self.close()
+
+    def fail(self, error: VeriCacheError) -> None:
+        log.warning("a request ends with %d tokens: %s", len(self.output.token_ids), error)
+        self.buffer.close("error")
+        self.output.finish_reason, self.output.error = "error", error
         self.close()
 
     def close(self) -> None:
@@ -120,7 +128,9 @@ def generate(
 
     Raises:
         PromptError: a prompt is empty or too long for the verifier.
-        RemoteError: the verifier failed; nothing that it did not decide was committed.
+
+    A verifier that fails ends the requests that it was asked about with ``finish_reason="error"`` and what it has decided
+    of them; those that were done stay as they are.
     """
     for number, prompt in enumerate(prompts):
         if not prompt:
@@ -135,12 +145,32 @@ def generate(
         while running := [request for request in live if not request.buffer.finished]:
             for request in running:
                 _draft(request, drafter, window, verifier.vocab_size)
-            for request, verdict in zip(running, verifier.verify([r.check() for r in running]), strict=True):
-                request.take(verdict)
+            verdicts = _verdicts(verifier, [request.check() for request in running])
+            for request, verdict in zip(running, verdicts, strict=True):
+                try:
+                    if isinstance(verdict, VeriCacheError):
+                        raise verdict
+                    request.take(verdict)
+                except VeriCacheError as error:
+                    request.fail(error)
         return [request.output for request in live]
     finally:
         for request in live:
             request.close()
+
+
+def _verdicts(verifier: Verifier, checks: Sequence[Check]) -> Sequence[Verdict | VeriCacheError]:
+    """A verdict on each check, or for each of them what kept the verifier from it."""
+    try:
+        found = verifier.verify(checks)
+    except VeriCacheError as error:
+        return [error] * len(checks)
+    except Exception as error:  # an engine in this process raises what it likes
+        log.exception("the verifier failed")
+        return [RemoteError("the verifier failed", cause=describe(error))] * len(checks)
+    if len(found) != len(checks):
+        return [RemoteError(f"the verifier did not answer {len(checks)} checks with as many verdicts")] * len(checks)
+    return found
 
 
 def _draft(request: _Live, drafter: Drafter | None, window: int, vocab_size: int) -> None:
