@@ -14,6 +14,7 @@ import patience
 import pytest
 import tiny
 from patience import kv_home, until_served
+from stock import stock_tokens
 
 from vericache_core.errors import ConfigError, PromptError, RemoteError
 from vericache_vllm.client import HttpVerifier
@@ -30,7 +31,13 @@ PROMPTS = [tiny.prompt(200, seed=1), tiny.prompt(4 * CHUNK_SIZE, seed=2)]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, redis: str | None, folder: Path) -> Iterator[str]:
+def reference(model: Path) -> list[list[int]]:
+    """Greedy output of an engine that knows nothing of LMCache or of us, and has ended before the server starts."""
+    return stock_tokens(model, PROMPTS, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, redis: str | None, folder: Path, reference: list[list[int]]) -> Iterator[str]:
     home = kv_home(redis, folder)
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
@@ -52,17 +59,6 @@ def _answers(url: str) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def reference(server: str, model: Path) -> list[list[int]]:
-    """vLLM's own greedy output, through its own route."""
-    found = []
-    for prompt in PROMPTS:
-        body = {"model": str(model), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = _post(f"{server}/v1/completions", {**body, "return_token_ids": True})
-        found.append(answer["choices"][0]["token_ids"])
-    return found
-
-
 def _post(url: str, body: Any, token: str | None = None) -> Any:
     request = urllib.request.Request(url, data=json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -70,6 +66,16 @@ def _post(url: str, body: Any, token: str | None = None) -> Any:
         request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=patience.SECONDS) as answer:
         return json.loads(answer.read())
+
+
+def test_the_server_serves_others_as_ever(server: str, model: Path, reference: list[list[int]]) -> None:
+    """Through vLLM's own route."""
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": str(model), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = _post(f"{server}/v1/completions", {**body, "return_token_ids": True})
+        found.append(answer["choices"][0]["token_ids"])
+    assert found == reference
 
 
 @pytest.mark.parametrize(
