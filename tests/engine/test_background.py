@@ -135,22 +135,3 @@ def test_ctrl_c_while_a_verify_is_waited_for_leaves_it_known() -> None:
     done.set()
     background.close()
     assert not background.busy
-
-
-def test_no_thread_outlives_its_verify() -> None:
-    """An idle one keeps its OpenMP team, and kernels of the others start ten times as late while it does."""
-    background, threads = BackgroundVerify(), []
-    segment: Any = SimpleNamespace(request=SimpleNamespace(number=7))
-
-    def computes() -> torch.Tensor:
-        threads.append(threading.current_thread())
-        return torch.ones(1)
-
-    for _ in range(2):
-        background.start(segment, computes)
-        verdict = background.collect(block=True)
-        assert verdict is not None
-        assert verdict.logits is not None
-        threads[-1].join(60)
-        assert not threads[-1].is_alive()
-    assert threads[0] is not threads[1]

@@ -53,12 +53,10 @@ class BackgroundVerify:
     def start(self, segment: Segment[Request], run: Callable[[], Tensor]) -> None:
         """Begin; ``run`` computes the rows of ``segment``."""
         assert self._running is None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
         self._started = time.perf_counter()
         self._running = (segment, self._worker.submit(self._timed, run))
-        # The thread ends with the verify. Idle, it would keep its OpenMP team, and where there are more threads than cores
-        # libgomp lets none of them wait awake: every parallel kernel of the others began 30 us late instead of 3.
-        self._worker.shutdown(wait=False)
 
     def collect(self, *, block: bool) -> Verdict | None:
         """What came of it, once; None while it runs, unless ``block``."""
@@ -86,7 +84,7 @@ class BackgroundVerify:
             self._running = None
 
     def close(self) -> None:
-        """Wait for what is in flight, forget it, and see its thread end."""
+        """Wait for what is in flight, forget it, and stop the thread."""
         self.abandon()
         if self._worker is not None:
             self._worker.shutdown(wait=True)
