@@ -19,9 +19,10 @@ from numba import carray, get_num_threads, njit, prange
 from torch import Tensor
 
 from vericache_core.attention.numba_bits import as_pointer
-from vericache_core.attention.numba_panels import LINE
+from vericache_core.attention.numba_panels import BFLOAT16, LINE
 from vericache_core.attention.numba_products import HAVE_DOT, dot_tile
 from vericache_core.attention.numba_tiles import COLUMNS, TILE, has_matrix_unit
+from vericache_core.model.numba_rows import write_row
 
 _PANEL_LINE = COLUMNS * 4
 """Bytes of a row of a panel: a pair of bfloat16 for each output."""
@@ -73,11 +74,7 @@ def _tile(tall: Any, source: Any, step: Any, panel: Any, pairs: Any, start: Any,
     dot_tile(tall, (source, step), (panel, _PANEL_LINE), pairs, (start, 0), (sums, _PANEL_LINE), ahead)
     place, line, wanted = target
     for row in range(tall):
-        words = carray(as_pointer(sums + row * _PANEL_LINE), COLUMNS, np.uint32)
-        halves = carray(as_pointer(place + row * line), wanted, np.uint16)
-        for i in range(wanted):  # to nearest even; what is not a number has no low bits that could carry over
-            bits = words[i]
-            halves[i] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
+        write_row(BFLOAT16, carray(as_pointer(sums + row * _PANEL_LINE), COLUMNS, np.float32), wanted, place + row * line)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]

@@ -51,7 +51,7 @@ def _read(form: Any, address: Any, width: Any, row: Any) -> None:
 
 
 @njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _write(form: Any, row: Any, width: Any, address: Any) -> None:
+def write_row(form: Any, row: Any, width: Any, address: Any) -> None:
     """Store ``row``, rounded to nearest even. What is not a number stays so: it has no low bits that could carry over."""
     if form == BFLOAT16:
         halves, words = carray(as_pointer(address), width, np.uint16), row.view(np.uint32)
@@ -108,7 +108,7 @@ def norm_rows(form: Any, rows: Any, width: Any, eps: Any, weight: Any, source: A
         for index in range(rows * thread // threads, rows * (thread + 1) // threads):
             _read(form, source + index * step, width, row)
             _normalise(form, row, width, eps, factors)
-            _write(form, row, width, target + index * step)
+            write_row(form, row, width, target + index * step)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -126,9 +126,9 @@ def add_norm_rows(
             for i in range(width):
                 row[i] += more[i]
             _round(form, row, width)
-            _write(form, row, width, total + index * step)
+            write_row(form, row, width, total + index * step)
             _normalise(form, row, width, eps, factors)
-            _write(form, row, width, target + index * step)
+            write_row(form, row, width, target + index * step)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -142,7 +142,7 @@ def add_rows(form: Any, rows: Any, width: Any, total: Any, other: Any, threads: 
             _read(form, other + index * step, width, more)
             for i in range(width):
                 row[i] += more[i]
-            _write(form, row, width, total + index * step)
+            write_row(form, row, width, total + index * step)
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
@@ -170,7 +170,7 @@ def gate_rows(form: Any, rows: Any, width: Any, source: Any, target: Any, thread
             _round(form, gate, width)
             for i in range(width):
                 gate[i] *= up[i]
-            _write(form, gate, width, target + index * width * size)
+            write_row(form, gate, width, target + index * width * size)
 
 
 @njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -219,9 +219,9 @@ def rotate_rows(
                     _round(form, row, width)
                 _rotate(form, row, width, cos, sin, turned)
                 if head < heads:
-                    _write(form, turned, width, targets[0] + (index * heads + head) * line)
+                    write_row(form, turned, width, targets[0] + (index * heads + head) * line)
                 else:
-                    _write(form, turned, width, targets[1] + (index * kv_heads + head - heads) * line)
+                    write_row(form, turned, width, targets[1] + (index * kv_heads + head - heads) * line)
             values = carray(as_pointer(place + (heads + kv_heads) * line), kv_heads * line, np.uint8)
             copies = carray(as_pointer(targets[2] + index * kv_heads * line), kv_heads * line, np.uint8)
             for i in range(kv_heads * line):
