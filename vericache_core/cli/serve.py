@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vericache_core.cli.access_args import add_access_arguments, check_pair, check_tls
 from vericache_core.cli.engine_args import add_engine_arguments, registry_from_args, resolve_from_args, tell_what_is_idle
 from vericache_core.cli.metrics_args import add_metrics_argument, metrics_service, show_engine
 from vericache_core.cli.output import note
@@ -35,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-name", metavar="NAME", help="what calls name the model [the last part of --model]")
     access = parser.add_argument_group("access", "beyond this machine a token file and TLS are needed")
-    access.add_argument("--token-file", metavar="FILE", help="lines TENANT:TOKEN or TOKEN; one tenant sees nothing of another")
-    access.add_argument("--tls-cert", metavar="FILE", help="PEM certificate")
-    access.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
-    access.add_argument("--plaintext", action="store_true", help="no TLS beyond this machine: something else guards the link")
-    access.add_argument("--insecure", action="store_true", help="let everybody in beyond this machine")
+    add_access_arguments(access, "let everybody in beyond this machine")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds for answers under way at the end [30]")
     add_metrics_argument(parser)
     parser.add_argument("--json", action="store_true", help="say in JSON, on a line of its own, when calls can come")
@@ -152,16 +149,14 @@ def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
     from vericache_core.service.access import is_loopback, read_pair, read_tokens
 
     near = is_loopback(args.listen)
-    if (args.tls_cert is None) != (args.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key go together")
+    check_pair(args)
     if args.insecure and args.token_file is not None:
         raise UsageError("--insecure and --token-file exclude each other")
     if args.plaintext and args.tls_cert is not None:
         raise UsageError("--plaintext and --tls-cert exclude each other")
     if not near and args.token_file is None and not args.insecure:
         raise UsageError(f"anybody could call {args.listen}", hint="--token-file FILE; --insecure if that is meant")
-    if not near and args.tls_cert is None and not args.plaintext:
-        raise UsageError(f"{args.listen} without TLS", hint="--tls-cert and --tls-key, or --plaintext behind a proxy")
+    check_tls(args, near, "a proxy")
     if args.tls_cert is not None:
         read_pair(args.tls_cert, args.tls_key)
     return None if args.token_file is None else read_tokens(args.token_file)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vericache_core.cli.access_args import add_access_arguments, check_pair, check_tls
 from vericache_core.cli.engine_args import (
     add_engine_arguments,
     given_settings,
@@ -48,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--listen", default="127.0.0.1:7431", metavar="HOST:PORT", help="[%(default)s]; port 0 takes a free one")
     access = serve.add_argument_group("access", "a token file or a client CA is needed, except with --insecure")
-    access.add_argument("--token-file", metavar="FILE", help="lines TENANT:TOKEN or TOKEN; one tenant sees nothing of another")
-    access.add_argument("--tls-cert", metavar="FILE", help="PEM certificate of the store")
-    access.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
+    add_access_arguments(access, "let everybody in; only on a loopback address", " of the store")
     access.add_argument("--client-ca", metavar="FILE", help="PEM file; clients must show a certificate that it vouches for")
-    access.add_argument("--plaintext", action="store_true", help="no TLS beyond this machine: something else guards the link")
-    access.add_argument("--insecure", action="store_true", help="let everybody in; only on a loopback address")
     bounds = serve.add_argument_group("limits")
     bounds.add_argument("--max-sessions", type=int, default=Limits.sessions, metavar="N", help="[%(default)s]")
     bounds.add_argument("--tenant-sessions", type=int, default=Limits.tenant_sessions, metavar="N", help="[%(default)s]")
@@ -157,16 +154,14 @@ def _check_access(args: argparse.Namespace) -> dict[str, bytes] | None:
 
     near = is_loopback(args.listen)
     refuse_idle(args, _add_serve_arguments, _IDLE)
-    if (args.tls_cert is None) != (args.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key go together")
+    check_pair(args)
     if args.client_ca is not None and args.tls_cert is None:
         raise UsageError("--client-ca needs --tls-cert and --tls-key")
     if args.insecure and not near:
         raise UsageError(f"--insecure on {args.listen}", cause="others can reach it", hint="listen on 127.0.0.1")
     if args.token_file is None and args.client_ca is None and not args.insecure:
         raise UsageError("nobody would have to say who they are", hint="--token-file or --client-ca")
-    if args.tls_cert is None and not near and not args.plaintext:
-        raise UsageError(f"{args.listen} without TLS", hint="--tls-cert and --tls-key, or --plaintext behind a tunnel")
+    check_tls(args, near, "a tunnel")
     return None if args.token_file is None else read_tokens(args.token_file)
 
 
