@@ -71,7 +71,7 @@ class FusedLayer:
         normed, total = torch.empty_like(hidden), torch.empty_like(hidden)
         first, second, threads = self._first, self._second, kernels.threads_for(rows)
         kernels.norm_rows(form, rows, width, first.eps, first.address, hidden.data_ptr(), normed.data_ptr(), threads)
-        seen = step.attend(self._attention, *self._queries_keys_values(self._project(normed), cos, sin), self.facts)
+        seen = step.attend(self._attention, *self._queries_keys_values(self._project(normed), cos, sin, threads), self.facts)
         gathered = self._gather(seen.reshape(rows, -1))
         places = (hidden.data_ptr(), gathered.data_ptr(), total.data_ptr(), normed.data_ptr())
         kernels.add_norm_rows(form, rows, width, second.eps, second.address, *places, threads)
@@ -81,7 +81,7 @@ class FusedLayer:
         kernels.add_rows(form, rows, width, total.data_ptr(), narrow.data_ptr(), threads)
         return total
 
-    def _queries_keys_values(self, joint: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(self, joint: Tensor, cos: Tensor, sin: Tensor, threads: int) -> tuple[Tensor, Tensor, Tensor]:
         rows, norms = joint.shape[0], self._head_norms
         query = joint.new_empty((rows, self._heads, self.head_dim))
         key = joint.new_empty((rows, self._kv_heads, self.head_dim))
@@ -95,7 +95,7 @@ class FusedLayer:
             norms[0].eps if norms else np.float32(0),
             joint.data_ptr(),
             (query.data_ptr(), key.data_ptr(), value.data_ptr()),
-            self._kernels.threads_for(rows),
+            threads,
         )
         return query, key, value
 
