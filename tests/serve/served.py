@@ -12,34 +12,67 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.models import build, engine_over
 from vericache_core.engine import Engine
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.app import Server
+from vericache_core.serve.dialect import dialect_of
 from vericache_core.serve.runner import Runner
 
 MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+CALLING = (
+    "{% if tools %}{{ tools | tojson + '\\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    """{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}"""
+    "{{ '}\\n</tool_call>' }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A chat template that knows tools."""
 DEFAULTS = SamplingParams(max_new_tokens=24)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A token for each byte, and a chat template."""
     core = Tokenizer(
         models.BPE({token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template)
 
 
 def tiny_engine(**settings: Any) -> Engine:
     """A random Llama over bytes that drafts with half of its KV."""
     return engine_over(build("llama", vocab_size=256), byte_tokenizer(), **{"compressor": "random", "keep": 0.5, **settings})
+
+
+class Repeats:
+    """Has the model write what the last message of a chat says, and end there if it knows the token ``end``."""
+
+    def __init__(self, end: int | None = None) -> None:
+        self._end = end
+        self._tokens: list[int] | None = None
+
+    def clone(self) -> Repeats:
+        return Repeats(self._end)
+
+    def __call__(self, prefix: tuple[int, ...], logits: Tensor) -> Tensor:
+        if self._tokens is None:
+            tokenizer = byte_tokenizer()
+            said = tokenizer.decode(prefix).removesuffix("\nassistant: ").rpartition("user: ")[2]
+            self._tokens = [*tokenizer.encode(said), *([] if self._end is None else [self._end])]
+        token = self._tokens.pop(0)
+        masked = torch.full_like(logits, float("-inf"))
+        masked[token] = logits[token]
+        return masked
 
 
 @dataclass(frozen=True)
@@ -95,10 +128,11 @@ class Served:
 
 
 @contextmanager
-def served(engine: Engine, tokens: dict[str, bytes] | None = None) -> Iterator[Served]:
+def served(engine: Engine, tokens: dict[str, bytes] | None = None, defaults: SamplingParams = DEFAULTS) -> Iterator[Served]:
     """Serve ``engine`` on a free port; closes all of it at the end."""
     stopping, runner = threading.Event(), Runner(engine)
-    app = Server(runner, MODEL, DEFAULTS, engine.config.compressor, tokens, stopping).app
+    dialect = dialect_of(engine.tokenizer)
+    app = Server(runner, MODEL, defaults, engine.config.compressor, tokens, stopping, dialect).app
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -7,16 +7,22 @@ from typing import Any
 import pytest
 
 from vericache_core.errors import UsageError
+from vericache_core.model.prompts import Chat
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.answers import status_of
 from vericache_core.serve.asks import Ask, read_ask
+from vericache_core.serve.dialect import NO_TOOLS, Dialect
+from vericache_core.serve.tool_calls import TaggedCalls
 
 DEFAULTS = SamplingParams(max_new_tokens=77)
 USER = {"role": "user", "content": "hello"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+KNOWS_TOOLS = Dialect(TaggedCalls, "tagged JSON")
 
 
-def read(body: Any, *, chat: bool = False) -> Ask:
-    return read_ask(body, chat=chat, model="m", defaults=DEFAULTS, compressor="snapkv")
+def read(body: Any, *, chat: bool = False, dialect: Dialect = NO_TOOLS) -> Ask:
+    return read_ask(body, chat=chat, model="m", defaults=DEFAULTS, compressor="snapkv", dialect=dialect)
 
 
 def test_what_is_left_out_is_the_servers() -> None:
@@ -86,7 +92,9 @@ def test_what_clients_send_by_default_is_let_through() -> None:
         ({"prompt": "x", "n": True}, "n is not served"),
         ({"prompt": "x", "echo": True}, "echo is not served"),
         ({"prompt": "x", "logprobs": 0}, "logprobs is not served"),
-        ({"prompt": "x", "tools": [{"type": "function"}]}, "tools is not served"),
+        ({"prompt": "x", "tools": [{"type": "function"}]}, "tools is not served (a completion has no messages)"),
+        ({"prompt": "x", "parallel_tool_calls": False}, "parallel_tool_calls is not served"),
+        ({"prompt": "x", "functions": [{"name": "f"}]}, "functions is not served; hint: tools and tool_choice are"),
         ({"prompt": "x", "tool_choice": "required"}, "tool_choice is not served"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format is not served"),
         ({"prompt": "x", "logit_bias": {"4": 1}}, "logit_bias is not served"),
@@ -134,7 +142,7 @@ def test_messages_that_cannot_be_read(messages: Any, words: str) -> None:
 def test_parts_of_text_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ask = read({"messages": [{"role": "user", "content": parts}]}, chat=True)
-    assert ask.prompts == ([{"role": "user", "content": "ab"}],)
+    assert ask.prompts == (Chat([{"role": "user", "content": "ab"}]),)
 
 
 def test_a_sampling_call_draws_a_seed_and_a_greedy_one_does_not() -> None:
@@ -142,3 +150,61 @@ def test_a_sampling_call_draws_a_seed_and_a_greedy_one_does_not() -> None:
     assert len(drawn) == 4
     assert read({"prompt": "x"}).params.seed == DEFAULTS.seed
     assert read({"prompt": "x", "temperature": 1.0, "seed": 5}).params.seed == 5
+
+
+def test_tools_and_what_was_said_with_them_reach_the_template() -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": False}}
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    ask = read({"messages": [USER, said, answer], "tools": [tool], "tool_choice": "auto"}, chat=True, dialect=KNOWS_TOOLS)
+    function = {"name": "f", "arguments": {"a": 1}}
+    call = {"id": "c", "type": "function", "function": function}
+    assert ask.prompts == (Chat([USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], [TOOL]),)
+    assert ask.reader is not None
+    assert isinstance(ask.reader(), TaggedCalls)
+
+
+def test_who_may_call_nothing_is_told_of_no_tools() -> None:
+    ask = read({"messages": [USER], "tools": [TOOL], "tool_choice": "none"}, chat=True, dialect=KNOWS_TOOLS)
+    assert ask == read({"messages": [USER]}, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ({"tools": [4]}, "tools[0] is to be a function with a name"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": ""}}]}, "tools[1] is to be a function with a name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is to be a function with a name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "parameters is to be a JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0]: strict is not served"),
+        ({"tools": {}}, "tools is to be of type list"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is not served"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice is not served"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls is not served"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0]: tool_calls is not served"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0]: tool_calls is to be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]: tool_calls[0] is to have a function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages[0]: tool_calls[0]: arguments are no JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "4"}}]}]},
+            "messages[0]: tool_calls[0]: arguments are to be a JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]},
+            "messages[0]: tool_calls[0]: arguments are no JSON",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0]: content is to be text"),
+    ],
+)
+def test_tools_that_cannot_be_read(further: Any, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read({"messages": [USER], **further}, chat=True, dialect=KNOWS_TOOLS)
+    assert words in str(caught.value)
+
+
+def test_why_a_model_takes_no_tools_is_said() -> None:
+    with pytest.raises(UsageError, match=r"tools is not served \(there is no chat template\)"):
+        read({"messages": [USER], "tools": [TOOL]}, chat=True)

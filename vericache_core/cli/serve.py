@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
         from vericache_core.engine import Engine
         from vericache_core.serve.app import Server
+        from vericache_core.serve.dialect import dialect_of
         from vericache_core.serve.runner import Runner
         from vericache_core.service.drain import draining
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         name, stopping = args.model_name or Path(args.model).name, threading.Event()
         with draining(service, stopping.set, args.grace) as drain:
             runner = Runner(engine, drain.begin)
-            server = Server(runner, name, params, config.compressor, tokens, stopping)
+            server = Server(runner, name, params, config.compressor, tokens, stopping, dialect_of(engine.tokenizer))
             if service is not None:
                 show_engine(service, engine)
             _serve(args, name, runner, server, drain)

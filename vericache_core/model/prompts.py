@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from vericache_core.errors import PromptError
+from vericache_core.errors import PromptError, describe
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages with what else a chat template takes: a prompt like any other.
+
+    Attributes:
+        messages: as the template takes them: calls of tools with arguments as objects, not as text.
+        tools: functions that the model may call, as JSON schemas; None for none.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
 Spans = tuple[tuple[int, int], ...]
 
 
-def is_single_prompt(prompts: Any) -> bool:
+def is_single_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeIs[Prompt]:
     """Whether ``prompts`` is one prompt (text, token ids, chat) rather than a list of prompts."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return True
     first = next(iter(prompts), None)
     return isinstance(first, int | Mapping)
@@ -33,8 +51,10 @@ def encode_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[list[in
     protected: Spans = ()
     if isinstance(prompt, str):
         ids = _text(prompt, tokenizer)
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+    elif isinstance(prompt, Chat):
         ids, protected = _chat(prompt, tokenizer)
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+        ids, protected = _chat(Chat(prompt), tokenizer)
     elif isinstance(prompt, Sequence) and all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
         ids = list(prompt)
     else:
@@ -67,17 +87,29 @@ def _text(prompt: str, tokenizer: Any) -> list[int]:
     return ids
 
 
-def _chat(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> tuple[list[int], Spans]:
+def render_chat(chat: Chat, tokenizer: Any, *, answer: bool = True) -> str:
+    """The text of a chat as the model's template writes it, up to where an ``answer`` begins if one is wanted.
+
+    Raises:
+        PromptError: there is no template, or it refuses the messages.
+    """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise PromptError("chat prompts need a tokenizer with a chat template", hint="give text or token ids")
-    plain = [dict(message) for message in messages]
+    messages, tools = ([dict(part) for part in parts] if parts is not None else None for parts in (chat.messages, chat.tools))
     try:
-        text: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, tokenize=False)
     except TemplateError as error:  # such as roles that must alternate, or a system message that the model knows none of
         raise PromptError("the model's chat template refuses these messages", cause=str(error)) from error
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a program, written for messages of some form
+        raise PromptError("the model's chat template fails over these messages", cause=describe(error)) from error
+    return text
+
+
+def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], Spans]:
+    text = render_chat(chat, tokenizer)
     _check_unicode(text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    first_user = next((m["content"] for m in plain if m.get("role") == "user"), "")
+    first_user = next((m["content"] for m in chat.messages if m.get("role") == "user"), "")
     at = text.find(first_user) if first_user else -1
     prefix = 0 if at <= 0 else _shared(ids, tokenizer.encode(text[:at], add_special_tokens=False))
     return ids, ((0, prefix),) if prefix else ()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core.errors import UsageError, VeriCacheError
 from vericache_core.runtime.admission import QueueFull
 from vericache_core.serve.asks import UnknownModelError
+from vericache_core.serve.tool_calls import CallReader, OnlyContent, ToolCall
 
 if TYPE_CHECKING:
     from vericache_core.outputs import RequestOutput
@@ -64,45 +65,88 @@ class Writer:
     Args:
         chat: of ``/v1/chat/completions``.
         model: the name that is served.
+        reader: makes what tells calls of tools from text, one for each choice.
     """
 
     chat: bool
     model: str
+    reader: Callable[[], CallReader] = OnlyContent
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All choices at once."""
-        choices = []
-        for index, output in enumerate(outputs):
-            text = {"message": {"role": "assistant", "content": output.text}} if self.chat else {"text": output.text}
-            choices.append({"index": index, **text, "logprobs": None, "finish_reason": output.finish_reason})
+        choices = [self._whole(index, output) for index, output in enumerate(outputs)]
         return {**self._head(stream=False), "choices": choices, **_counts(outputs)}
 
-    def begin(self, index: int) -> dict[str, Any] | None:
-        """What a choice begins with: in a chat, who speaks."""
-        return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, None) if self.chat else None
+    def choice(self, index: int) -> ChoiceStream:
+        """Writes the choice ``index`` as a stream."""
+        return ChoiceStream(self, index, self.reader())
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        """More text of a choice."""
-        return self._choice(index, {"delta": {"content": text}} if self.chat else {"text": text}, None)
-
-    def end(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """The end of a choice, whose text has been sent."""
-        return self._choice(index, {"delta": {}} if self.chat else {"text": ""}, output.finish_reason)
+    def _whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        reader = self.reader()
+        items = [*reader.feed(output.text), *reader.finish()]
+        content = "".join(item for item in items if isinstance(item, str))
+        calls = [_call(item) for item in items if isinstance(item, ToolCall)]
+        said: dict[str, Any] = {"text": content}
+        if self.chat:
+            called = {"tool_calls": calls} if calls else {}
+            said = {"message": {"role": "assistant", "content": content or None if calls else content, **called}}
+        return {"index": index, **said, "logprobs": None, "finish_reason": _reason(output, bool(calls))}
 
     def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """What all choices took, behind the last of them."""
         return {**self._head(stream=True), "choices": [], **_counts(outputs)}
 
-    def _choice(self, index: int, text: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
+    def chunk(self, index: int, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        """A piece of a choice in a stream: ``said`` holds its ``delta`` or ``text``."""
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": reason}
         return {**self._head(stream=True), "choices": [choice]}
 
     def _head(self, *, stream: bool) -> dict[str, Any]:
         kind = "chat.completion" + (".chunk" if stream else "") if self.chat else "text_completion"
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+
+class ChoiceStream:
+    """Writes one choice as chunks: who speaks, text and calls as they come, why it ended."""
+
+    def __init__(self, writer: Writer, index: int, reader: CallReader) -> None:
+        self._writer, self._index, self._reader = writer, index, reader
+        self._calls = 0
+
+    def begin(self) -> list[dict[str, Any]]:
+        """What a choice begins with: in a chat, who speaks."""
+        return [self._delta({"role": "assistant", "content": ""})] if self._writer.chat else []
+
+    def more(self, text: str) -> list[dict[str, Any]]:
+        """What more of its text brings."""
+        return [self._item(item) for item in self._reader.feed(text)]
+
+    def end(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """The end, when all of the text was given."""
+        rest = [self._item(item) for item in self._reader.finish()]
+        said: dict[str, Any] = {"delta": {}} if self._writer.chat else {"text": ""}
+        return [*rest, self._writer.chunk(self._index, said, _reason(output, self._calls > 0))]
+
+    def _item(self, item: str | ToolCall) -> dict[str, Any]:
+        if isinstance(item, ToolCall):
+            self._calls += 1
+            return self._delta({"tool_calls": [{"index": self._calls - 1, **_call(item)}]})
+        return self._delta({"content": item}) if self._writer.chat else self._writer.chunk(self._index, {"text": item})
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._writer.chunk(self._index, {"delta": delta})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _reason(output: RequestOutput, calls: bool) -> str:
+    """Why a choice ended; one that was cut off is not said to be whole because it holds a call."""
+    return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
 def _counts(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from vericache_core.errors import UsageError, VeriCacheError
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.answers import (
+    ChoiceStream,
     NotJsonError,
     StoppingError,
     TooLargeError,
@@ -27,7 +28,9 @@ from vericache_core.serve.answers import (
 )
 from vericache_core.serve.asks import read_ask
 from vericache_core.serve.call import Call, CallerGoneError
+from vericache_core.serve.dialect import NO_TOOLS, Dialect
 from vericache_core.serve.runner import Runner
+from vericache_core.serve.tool_calls import OnlyContent
 from vericache_core.service.access import SCHEME, tenant_of
 
 log = logging.getLogger("vericache.serve")
@@ -48,6 +51,7 @@ class Server:
         compressor: that drafts, for calls that name one.
         tokens: tenants and hashes of their tokens, as `read_tokens` gives; None lets everybody in.
         stopping: new calls are refused once it is set.
+        dialect: in which the model calls tools.
 
     Attributes:
         app: to be run by an ASGI server.
@@ -61,10 +65,11 @@ class Server:
         compressor: str | None,
         tokens: Mapping[str, bytes] | None,
         stopping: threading.Event,
+        dialect: Dialect = NO_TOOLS,
     ) -> None:
         self._runner, self._model, self._defaults, self._compressor, self._tokens = runner, model, defaults, compressor, tokens
         self._created = int(time.time())
-        self._stopping = stopping
+        self._stopping, self._dialect = stopping, dialect
         routes = [
             Route("/healthz", self._health),
             Route("/v1/models", self._models),
@@ -95,8 +100,15 @@ class Server:
             body = await _body(request)
         except ClientDisconnect:
             return Response(status_code=GONE)
-        ask = read_ask(body, chat=chat, model=self._model, defaults=self._defaults, compressor=self._compressor)
-        writer = Writer(chat, self._model)
+        ask = read_ask(
+            body,
+            chat=chat,
+            model=self._model,
+            defaults=self._defaults,
+            compressor=self._compressor,
+            dialect=self._dialect,
+        )
+        writer = Writer(chat, self._model, ask.reader or OnlyContent)
         call, handed_on = Call(self._runner, ask, tenant, request, writer.id), False
         try:
             await call.begin()  # what cannot run at all is told by the status, of a stream too
@@ -128,16 +140,17 @@ class Server:
 async def _stream(call: Call, writer: Writer) -> AsyncIterator[str]:
     """Server-sent events: pieces as they come, what failed as an error, ``[DONE]`` behind the last."""
     try:
-        begun: set[int] = set()
+        choices: dict[int, ChoiceStream] = {}
         async for index, piece in call.pieces():
-            first = writer.begin(index) if index not in begun else None
-            begun.add(index)
-            if first is not None:
-                yield _event(first)
-            if piece.text:
-                yield _event(writer.piece(index, piece.text))
+            chunks = []
+            if index not in choices:
+                choices[index] = writer.choice(index)
+                chunks += choices[index].begin()
+            chunks += choices[index].more(piece.text)
             if piece.output is not None:
-                yield _event(writer.end(index, piece.output))
+                chunks += choices[index].end(piece.output)
+            for chunk in chunks:
+                yield _event(chunk)
         if call.ask.usage:
             yield _event(writer.usage(call.outputs()))
         yield "data: [DONE]\n\n"

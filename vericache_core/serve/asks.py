@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from vericache_core.errors import PromptError, UsageError
+from vericache_core.model.prompts import Chat
 from vericache_core.plugins.fields import did_you_mean
 from vericache_core.runtime.sampling_params import SamplingParams
+from vericache_core.serve.dialect import NO_TOOLS, Dialect
+from vericache_core.serve.messages import read_messages, read_tools, tool_name
+from vericache_core.serve.tool_calls import CallReader
 
 MOST_PROMPTS: Final = 256
 """Prompts of one call of ``/v1/completions``."""
@@ -42,6 +47,7 @@ _SAMPLING: Final = {
 """Field of the API (those of vLLM beyond OpenAI's too) -> sampling parameter."""
 _ABOUT_THE_CALLER: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NO_TOOLS: Final = "describe tools in the system message and read the text"
+_OLD_TOOLS: Final = "tools and tool_choice are"
 _NO_GRAMMAR: Final = "ask for JSON in the prompt and check the text"
 _ONE: Final = "send several requests with different seeds"
 _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -52,15 +58,14 @@ _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "logprobs": ((False,), "Engine.generate gives them"),
     "top_logprobs": ((0,), "Engine.generate gives them"),
     "logit_bias": (({},), "Engine.generate takes bad_words and logits processors"),
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "parallel_tool_calls": ((True, False), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), "'auto', and say in a message that the tool is to be called"),
+    "parallel_tool_calls": ((True,), "take the first call"),
+    "functions": (([],), _OLD_TOOLS),
+    "function_call": (("none", "auto"), _OLD_TOOLS),
     "response_format": (({"type": "text"},), _NO_GRAMMAR),
 }
 """What is refused: values that ask for nothing, which are let through, and what to do instead."""
-_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor")
+_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor", "tools")
 
 
 class UnknownModelError(UsageError):
@@ -78,6 +83,7 @@ class Ask:
         plain: decode with the full KV alone.
         priority: higher goes first.
         stream, usage: send pieces, and the count of tokens behind them.
+        reader: makes what tells calls of tools from the text of an answer; None without tools.
     """
 
     chat: bool
@@ -87,9 +93,12 @@ class Ask:
     priority: int
     stream: bool
     usage: bool
+    reader: Callable[[], CallReader] | None = None
 
 
-def read_ask(body: Any, *, chat: bool, model: str, defaults: SamplingParams, compressor: str | None) -> Ask:
+def read_ask(
+    body: Any, *, chat: bool, model: str, defaults: SamplingParams, compressor: str | None, dialect: Dialect = NO_TOOLS
+) -> Ask:
     """What a call asks for.
 
     Args:
@@ -98,6 +107,7 @@ def read_ask(body: Any, *, chat: bool, model: str, defaults: SamplingParams, com
         model: the name that is served.
         defaults: of what the call leaves out.
         compressor: that drafts here; a call may name it, or ``"none"``.
+        dialect: in which the model calls tools.
 
     Raises:
         UsageError: unknown, of a wrong type, or not served; the message names the field.
@@ -112,7 +122,8 @@ def read_ask(body: Any, *, chat: bool, model: str, defaults: SamplingParams, com
         raise UnknownModelError(f"there is no model {named!r} here", hint=f"this one serves {model!r}")
     if subject not in given:
         raise PromptError(f"{subject} is missing")
-    prompts = (_messages(given["messages"]),) if chat else _prompts(given["prompt"])
+    tools = _tools(given, chat, dialect)
+    prompts = (_chat(given["messages"], tools, dialect),) if chat else _prompts(given["prompt"])
     stream, options = _typed(given, "stream", bool, False), _typed(given, "stream_options", dict, {})
     return Ask(
         chat,
@@ -122,6 +133,7 @@ def read_ask(body: Any, *, chat: bool, model: str, defaults: SamplingParams, com
         _typed(given, "priority", int, 0),
         stream,
         stream and options.get("include_usage") is True,
+        _reader(tools, dialect),
     )
 
 
@@ -172,29 +184,24 @@ def _prompts(given: Any) -> tuple[Any, ...]:
     return tuple(many)
 
 
-def _messages(given: Any) -> list[dict[str, str]]:
-    if not isinstance(given, list) or not given:
-        raise PromptError("messages is to be a list of at least one message")
-    return [_message(number, message) for number, message in enumerate(given)]
+def _tools(given: Mapping[str, Any], chat: bool, dialect: Dialect) -> list[dict[str, Any]]:
+    """Tools that may be called; of those that may not the model is told nothing."""
+    asked = _typed(given, "tools", list, [])
+    if not asked:
+        return []
+    if not chat:
+        raise UsageError("tools is not served", cause="a completion has no messages", hint="/v1/chat/completions has them")
+    if dialect.reader is None:
+        raise UsageError("tools is not served", cause=dialect.name, hint=_NO_TOOLS)
+    tools = read_tools(asked)
+    return [] if given.get("tool_choice") == "none" else tools
 
 
-def _message(number: int, message: Any) -> dict[str, str]:
-    where = f"messages[{number}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PromptError(f"{where} is to be an object with a role")
-    further = {name for name, value in message.items() if value} - {"role", "content", "name"}
-    if further:
-        raise PromptError(f"{where}: {min(further)} is not served", hint="role and content are")
-    return {"role": message["role"], "content": _content(where, message.get("content"))}
+def _chat(messages: Any, tools: list[dict[str, Any]], dialect: Dialect) -> Chat:
+    return Chat(read_messages(messages, calls=dialect.reader is not None), tools or None)
 
 
-def _content(where: str, content: Any) -> str:
-    """Text, or parts of text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise PromptError(f"{where}: content is to be text")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise PromptError(f"{where}: a part of the content is no text", hint="this model reads text alone")
-    return "".join(part["text"] for part in content)
+def _reader(tools: list[dict[str, Any]], dialect: Dialect) -> Callable[[], CallReader] | None:
+    if not tools or dialect.reader is None:
+        return None
+    return partial(dialect.reader, [tool_name(tool) for tool in tools])
