@@ -51,6 +51,8 @@ def opening(facts: dict[str, str], **fields: Any) -> Message:
         "params": {"max_new_tokens": 8},
         "generate": 0,
         "stateless": 0,
+        "send": None,
+        "compressed": 0,
         **fields,
     }
     return Message("open", asked, ids_to_bytes(prompts(1)[0]))
@@ -179,7 +181,7 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
             with pytest.raises(RemoteRefused, match="no such session"):
                 two.ask(method, Message(method, {"session": number, **fields}))
         with pytest.raises(RemoteRefused, match="no such session"):
-            list(two.stream("prefix", Message("prefix", {"session": number})))
+            list(two.stream("prefix", Message("prefix", {"session": number, "compressed": 0})))
         opened(two, opening(server.facts))
         assert len(server.verifier.shelf) == 2, "a prefix was shared between tenants"
         one.ask("close", Message("close", {"session": number}))

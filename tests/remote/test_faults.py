@@ -24,7 +24,7 @@ TIMEOUT = 1.5
 
 
 class FaultyStore(StoreServer):
-    """Changes what it says: ``tamper(method, number of the answer, bytes) -> bytes``."""
+    """Changes what it says: ``tamper(method, number of the answer, bytes) -> bytes``; parts of a prefix count as ``prefix``."""
 
     def __init__(self, folder: Path, tamper: Callable[[str, int, bytes], bytes]) -> None:
         self.tamper = tamper
@@ -52,8 +52,9 @@ class FaultyStore(StoreServer):
         inner = super()._streaming(method)
 
         def answer(data: bytes, context: Any) -> Iterator[bytes]:
-            for part in inner(data, context):
-                yield self._changed(method.__name__.strip("_"), part)
+            for said in inner(data, context):
+                part = decode(said).kind in {"part", "end"}
+                yield self._changed("prefix" if part else method.__name__.strip("_"), said)
 
         return answer
 

@@ -18,7 +18,7 @@ from vericache_core.errors import RemoteError, RemoteRefused
 from vericache_core.kv import LayerDescriptor
 from vericache_core.remote import layers
 from vericache_core.remote.auth import Guard
-from vericache_core.remote.frames import Message, ids_to_bytes
+from vericache_core.remote.frames import Message, decode, ids_to_bytes
 from vericache_core.remote.layers import Assembly, Blob, parts
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.link import Link
@@ -84,7 +84,7 @@ def test_parts_in_any_other_order_twice_or_missing(
 
 
 class Restreamed(StoreServer):
-    """Sends the parts of a prefix as ``change`` of them."""
+    """Sends the parts of a prefix, which come when a session is opened, as ``change`` of them."""
 
     def __init__(self, folder: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
         self._change = change
@@ -92,11 +92,14 @@ class Restreamed(StoreServer):
 
     def _streaming(self, method: Any) -> Any:
         inner = super()._streaming(method)
-        if method.__name__ != "_prefix":
+        if method.__name__ != "_open":
             return inner
 
         def answer(data: bytes, context: Any) -> Iterator[bytes]:
-            yield from self._change(list(inner(data, context)))
+            said = list(inner(data, context))
+            sent = [one for one in said if decode(one).kind in {"part", "end"}]
+            yield from [one for one in said if one not in sent]
+            yield from self._change(sent) if sent else ()
 
         return answer
 
@@ -137,6 +140,8 @@ def opening(server: StoreServer, ids: Sequence[int], new_tokens: int = 16) -> Me
         "params": {"max_new_tokens": new_tokens},
         "generate": 0,
         "stateless": 0,
+        "send": None,
+        "compressed": 0,
     }
     return Message("open", asked, ids_to_bytes(list(ids)))
 

@@ -18,7 +18,7 @@ import numpy as np
 from vericache_core.errors import RemoteError
 
 MAGIC: Final = b"VCR1"
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of everything that crosses the link; sides of different versions refuse each other by name."""
 SERVICE: Final = "vericache.Store"
 """Name of the gRPC service."""

@@ -22,7 +22,7 @@ from vericache_core.remote.identity import Facts
 from vericache_core.remote.link import Link
 from vericache_core.remote.link_stats import LinkStats
 from vericache_core.remote.prefixes import Backoff, Local
-from vericache_core.remote.receive import Received, Receiver, What
+from vericache_core.remote.receive import Delivery, Received, Receiver, What
 from vericache_core.remote.room import DeviceRoom, drafts
 from vericache_core.remote.session import RemoteSession
 from vericache_core.runtime.admission import QueueFull
@@ -168,14 +168,22 @@ class SessionLoop(StepLoop):
             "params": params,
             "generate": int(live.mode == "remote"),
             "stateless": int(live.mode.endswith("stateless")),
+            "send": None,
+            "compressed": 0,
         }
+        what = self._lacks(live)
+        delivery = None if what is None else self._delivery(live, what)
+        if delivery is not None:  # it follows at once: to ask when the session is open would cost one more round trip
+            fields |= {"send": what, "compressed": int(delivery.holds_compressed)}
         message = Message("open", fields, ids_to_bytes(request.tokens[: request.prompt_tokens]))
-        self._receiver.listen(
-            "open",
-            message,
-            lambda found: self._events.put(lambda: self._opened(live, found)),
-            lambda error: self._events.put(lambda: self._stream_failed(live, "open", error)),
-        )
+
+        def take(found: Message) -> None:
+            if delivery is not None and found.kind in {"part", "end"}:
+                delivery.take(found)
+            else:
+                self._events.put(lambda: self._opened(live, found))
+
+        self._receiver.listen("open", message, take, self._failing(live, what))
 
     def _opened(self, live: Live, message: Message) -> None:
         if self._remote.get(live.session.request.number) is not live:
@@ -197,43 +205,53 @@ class SessionLoop(StepLoop):
         if live.mode != "remote":
             self._provide(live)
 
+    def _lacks(self, live: Live) -> What | None:
+        """What of its prefix a request needs next that is neither here nor on its way."""
+        prefix, comes_home = live.prefix, live.mode.startswith(("fetch", "stream"))
+        what: What
+        if comes_home and prefix.rows is not None:
+            return None
+        if drafts(live.mode) and prefix.draft is None:
+            what = "prefix"
+        elif comes_home:
+            what = "rows"
+        else:
+            return None
+        return None if what in prefix.fetching else what
+
+    def _delivery(self, live: Live, what: What) -> Delivery:
+        """Note that ``what`` comes, for everybody on the prefix; returns what takes it in."""
+        prefix = live.prefix
+        prefix.fetching.add(what)
+        name = str(live.session.request.metrics.compressor)
+        return self._receiver.delivery(
+            what, prefix, name, lambda received: self._events.put(lambda: self._received(prefix, received))
+        )
+
     def _provide(self, live: Live) -> None:
         """Give a request what of its prefix is here, and fetch what is not."""
         prefix, request = live.prefix, live.session.request
-        if not live.mode.startswith("fetch"):
-            if prefix.draft is None:
-                self._fetch(live, "prefix")
+        if drafts(live.mode) and prefix.draft is not None and request.draft is None:
+            request.draft = prefix.draft.twin()
+            request.metrics.compressed_kv_bytes = prefix.draft.device_bytes
+            request.metrics.compressed_from_bytes = self._token_bytes() * len(prefix.ids)
+            self._unclaim()  # what waits claims anew, with what is left
+            try:
+                self._room.measure(request, prefix)
+            except RemoteRefused as error:
+                self._fail(live, error)
                 return
-            if request.draft is None:
-                request.draft = prefix.draft.twin()
-                request.metrics.compressed_kv_bytes = prefix.draft.device_bytes
-                request.metrics.compressed_from_bytes = self._token_bytes() * len(prefix.ids)
-                self._unclaim()  # what waits claims anew, with what is left
-                try:
-                    self._room.measure(request, prefix)
-                except RemoteRefused as error:
-                    self._fail(live, error)
-                    return
-        if live.mode.startswith(("fetch", "stream")):
-            if prefix.rows is None:
-                self._fetch(live, "rows")
-            else:
-                self._come_home(live)
+        if live.mode.startswith(("fetch", "stream")) and prefix.rows is not None:
+            self._come_home(live)
+            return
+        what = self._lacks(live)
+        if what is not None:
+            assert live.session.number is not None
+            self._receiver.fetch(self._delivery(live, what), live.session.number, self._failing(live, what))
 
-    def _fetch(self, live: Live, what: What) -> None:
-        prefix = live.prefix
-        if what in prefix.fetching:
-            return  # another request does; it provides for all
-        prefix.fetching.add(what)
-        assert live.session.number is not None
-        self._receiver.fetch(
-            what,
-            prefix,
-            live.session.number,
-            str(live.session.request.metrics.compressor),
-            lambda received: self._events.put(lambda: self._received(prefix, received)),
-            lambda error: self._events.put(lambda: self._stream_failed(live, what, error)),
-        )
+    def _failing(self, live: Live, what: What | None) -> Callable[[VeriCacheError], None]:
+        """What to call on any thread when a stream of ``live`` ends early; see :meth:`_stream_failed`."""
+        return lambda error: self._events.put(lambda: self._stream_failed(live, what, error))
 
     def _received(self, prefix: Local, received: Received) -> None:
         prefix.fetching.discard(received.what)
@@ -278,21 +296,23 @@ class SessionLoop(StepLoop):
         except VeriCacheError as error:
             request.fail(error)
 
-    def _stream_failed(self, live: Live, method: str, error: VeriCacheError) -> None:
+    def _stream_failed(self, live: Live, what: What | None, error: VeriCacheError) -> None:
+        """A stream of ``live`` has ended early; ``what`` of the prefix was to come on it, for others as well."""
         there = self._remote.get(live.session.request.number) is live
+        opened = live.session.number is not None
         if there:
             self._fail(live, error)
-        if method == "open":
-            return
-        live.prefix.fetching.discard(method)
+        if what not in live.prefix.fetching:
+            return  # nothing, or it had come before
+        live.prefix.fetching.discard(what)
         self._room.trim()
         for other in list(self._remote.values()):  # whoever waited for what this one was fetching
             if other.prefix is not live.prefix or other.session.number is None:
                 continue
-            if there and (method == "rows" or other.session.request.draft is None):
-                self._fail(other, error)
-            elif not there:  # it was cancelled: another one fetches
+            if not there or not opened:  # it was cancelled or refused: another one fetches
                 self._provide(other)
+            elif what == "rows" or other.session.request.draft is None:
+                self._fail(other, error)
 
     def _fail(self, live: Live, error: VeriCacheError) -> None:
         request = live.session.request

@@ -37,6 +37,60 @@ class Received:
     seconds: float
 
 
+class Delivery:
+    """Puts the KV of a prefix together as it comes in. Full KV that compressed KV of it holds exactly does not cross the link.
+
+    Args:
+        adapter: the model that KV is for.
+        make_compressor: name, options -> what rebuilds compressed layers.
+        what: compressed or full KV.
+        compressor: by its name.
+        done: gets all of it, once it is complete.
+
+    Attributes:
+        holds_compressed: whether compressed KV of the prefix is here already.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        make_compressor: Callable[[str, Any], Compressor],
+        what: What,
+        prefix: Local,
+        compressor: str,
+        done: Callable[[Received], None],
+    ) -> None:
+        self.what, self.holds_compressed = what, prefix.draft is not None
+        self._layers, self._device, self._tokens = adapter.layers, adapter.device, len(prefix.ids)
+        self._make_compressor, self._compressor, self._held, self._done = make_compressor, compressor, prefix.draft, done
+        self._assembly = Assembly(self._layers, self._tokens, range(len(self._layers)))
+        empty = CompressedKV(compressor, {}, self._tokens, self._layers, ())
+        self._draft = DraftKV(self._layers, self._device, empty) if what == "prefix" else None
+        self._rows: dict[int, PagedRows] = {}
+        self._started = time.monotonic()
+
+    def take(self, message: Message) -> None:
+        """Take in a part of it, or its end.
+
+        Raises:
+            RemoteError: it is not what was due.
+        """
+        if message.kind == "end":
+            self._assembly.finish()
+            seconds = time.monotonic() - self._started
+            self._done(Received(self.what, self._draft, self._rows, self._assembly.received, seconds))
+            return
+        complete = self._assembly.take(message.expect("part"))
+        if complete is None:
+            return
+        index, blob = complete
+        layer = self._layers[index]
+        if self._draft is not None:
+            take_layer(self._draft, layer, blob, self._compressor, self._make_compressor)
+        else:
+            self._rows[index] = full_pages(layer, blob, self._tokens, self._held, self._device)
+
+
 class Receiver:
     """Streams of one link. Callbacks run on its workers.
 
@@ -57,43 +111,14 @@ class Receiver:
         """Pass on the messages with which the store answers ``message``; what goes wrong has ``failed``."""
         self._workers.submit(self._listen, method, message, take, failed)
 
-    def fetch(
-        self,
-        what: What,
-        prefix: Local,
-        session: str,
-        compressor: str,
-        done: Callable[[Received], None],
-        failed: Callable[[VeriCacheError], None],
-    ) -> None:
-        """Have the compressed or the full KV of ``prefix`` sent to an open session, put it together, and have it ``done``.
+    def delivery(self, what: What, prefix: Local, compressor: str, done: Callable[[Received], None]) -> Delivery:
+        """What takes the compressed or the full KV of ``prefix`` in, message by message."""
+        return Delivery(self._adapter, self._make_compressor, what, prefix, compressor, done)
 
-        Full KV that compressed KV of ``prefix`` holds exactly does not cross the link again.
-        """
-        layers, device, tokens = self._adapter.layers, self._adapter.device, len(prefix.ids)
-        assembly = Assembly(layers, tokens, range(len(layers)))
-        draft = DraftKV(layers, device, CompressedKV(compressor, {}, tokens, layers, ())) if what == "prefix" else None
-        rows: dict[int, PagedRows] = {}
-        started = time.monotonic()
-
-        def take(message: Message) -> None:
-            if message.kind == "end":
-                assembly.finish()
-                done(Received(what, draft, rows, assembly.received, time.monotonic() - started))
-                return
-            complete = assembly.take(message.expect("part"))
-            if complete is None:
-                return
-            index, blob = complete
-            if draft is not None:
-                take_layer(draft, layers[index], blob, compressor, self._make_compressor)
-            else:
-                rows[index] = full_pages(layers[index], blob, tokens, prefix.draft, device)
-
-        fields: dict[str, Any] = {"session": session}
-        if what == "rows":
-            fields["compressed"] = int(prefix.draft is not None)
-        self.listen(what, Message(what, fields), take, failed)
+    def fetch(self, delivery: Delivery, session: str, failed: Callable[[VeriCacheError], None]) -> None:
+        """Ask an open session for what ``delivery`` takes in."""
+        message = Message(delivery.what, {"session": session, "compressed": int(delivery.holds_compressed)})
+        self.listen(delivery.what, message, delivery.take, failed)
 
     def watch(self) -> None:
         """Hang up on streams that fell silent."""

@@ -1,7 +1,8 @@
 """The store's gRPC service: raw bytes in, raw bytes out, everything about tokens left to the verifier.
 
 Methods (``/vericache.Store/<name>``): ``hello`` compares what both sides run; ``open`` makes a session and streams its
-first verdict (all verdicts, where the store generates); ``prefix`` and ``rows`` stream compressed and full KV;
+first verdict (all verdicts, where the store generates) and, if asked to, KV of its prefix at once; ``prefix`` and ``rows``
+stream compressed and full KV to a session that is open;
 ``verify`` answers drafts; ``close`` ends a session; ``offer`` names the compressor that the store is set up with; ``echo``
 returns bytes, to measure the link.
 """
@@ -22,7 +23,7 @@ from vericache_core.errors import RemoteError, RemoteRefused, UsageError, VeriCa
 from vericache_core.remote.auth import Guard
 from vericache_core.remote.frames import MOST_MESSAGE, SERVICE, BadMessageError, Message, decode, ids_from_bytes
 from vericache_core.remote.identity import Facts, facts_of, refuse_differences
-from vericache_core.remote.layers import missing_blob, parts
+from vericache_core.remote.layers import Blob, missing_blob, parts
 from vericache_core.remote.limits import Limits
 from vericache_core.remote.prepare import Ask
 from vericache_core.remote.verifier import Session, Verifier
@@ -126,6 +127,7 @@ class StoreServer:
 
     def _open(self, message: Message, tenant: str, context: Any) -> Iterator[Message]:
         ask = self._ask(message, tenant)
+        send = None if message.fields.get("send") is None else message.text("send", 16)
         prefix = yield from self._waiting(self.verifier.prepare(ask), context, self.verifier.release)
         session = yield from self._waiting(self.verifier.open(ask, prefix), context, self.verifier.close_session)
         delivered = False
@@ -144,9 +146,15 @@ class StoreServer:
         if session.generate:
             yield from self._generated(session, context)
             return
-        verdict = yield from self._waiting(session.first, context, lambda _: None)
-        delivered = True
-        yield verdict
+        for part in () if send is None else self._parts(session, send, message):
+            if not delivered and session.first.done():  # it is not to wait for the end of a long transfer
+                delivered = True
+                yield session.first.result()
+            yield part
+        if not delivered:
+            verdict = yield from self._waiting(session.first, context, lambda _: None)
+            delivered = True
+            yield verdict
 
     def _generated(self, session: Session, context: Any) -> Iterator[Message]:
         while context.is_active():
@@ -162,18 +170,22 @@ class StoreServer:
                 return
 
     def _prefix(self, message: Message, tenant: str, _context: Any) -> Iterator[Message]:
-        session = self.verifier.find(tenant, message.text("session", 64))
-        for part in parts(enumerate(session.prefix.blobs)):
-            self.verifier.touch(session)
-            yield part
+        return self._parts(self.verifier.find(tenant, message.text("session", 64)), "prefix", message)
 
     def _rows(self, message: Message, tenant: str, _context: Any) -> Iterator[Message]:
-        session = self.verifier.find(tenant, message.text("session", 64))
+        return self._parts(self.verifier.find(tenant, message.text("session", 64)), "rows", message)
+
+    def _parts(self, session: Session, what: str, message: Message) -> Iterator[Message]:
+        """Compressed KV of a session's prefix (``prefix``), or full KV (``rows``) but for what the drafter has."""
         prefix = session.prefix
         maps = prefix.maps if message.number("compressed", 0, 1) else {}
-        blobs = (
-            (layer, missing_blob(prefix.full, layer, maps.get(layer))) for layer in range(len(self._engine.adapter.layers))
-        )
+        if what == "prefix":
+            blobs: Iterator[tuple[int, Blob]] = enumerate(prefix.blobs)
+        elif what == "rows":
+            layers = range(len(self._engine.adapter.layers))
+            blobs = ((layer, missing_blob(prefix.full, layer, maps.get(layer))) for layer in layers)
+        else:
+            raise BadMessageError(f"a prefix has no {what!r} to send")
         for part in parts(blobs):
             self.verifier.touch(session)
             yield part
