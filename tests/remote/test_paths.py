@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from vericache_core.remote.paths import PATHS, Path, Task, best_window, choose_path, cycle_seconds, path_seconds, plain_seconds
 from vericache_core.remote.prefixes import NAMED, Prefixes, common
+from vericache_core.remote.receive import Delivery
 from vericache_core.runtime.costs import CostModel
 from vericache_core.runtime.hazard import accepted_at
 
@@ -86,7 +87,7 @@ def test_prefixes_that_nothing_uses_are_bounded_in_bytes() -> None:
     assert len(prefixes) == 5, "a running request uses each of them"
     for prefix in held[:4]:
         prefixes.leave(prefix)
-    held[3].fetching.add("rows")
+    held[3].fetching["rows"] = cast("Delivery", None)
     prefixes.leave(prefixes.of([0, 0, 1], []))
     prefixes.trim(250.0)
     assert [prefix.ids[0] for prefix in prefixes._held.values()] == [2, 3, 4, 0], "least recently used goes"

@@ -114,14 +114,26 @@ class DraftKV:
 
     def twin(self) -> DraftKV:
         """Another draft KV of the same prefix, for another request. Full pages, codes, maps are shared, and counted here."""
-        assert self._full is None
         assert self.tail == self.drafted == 0, "only a prefix can be shared"
-        other = DraftKV(self._layers, self.device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
-        other._coded, other._maps, other._measured = dict(self._coded), dict(self._maps), 0
-        for index, pages in self._pages.items():
-            other._pages[index] = PagedRows(self._layers[index], self.device)
-            other._pages[index].begin_with(pages, pages.lengths)
+        other = self.bare_twin()
+        for index in self._pages:
+            other.share(index, self)
         return other
+
+    def bare_twin(self) -> DraftKV:
+        """A :meth:`twin` that has no layer yet; :meth:`share` gives it one."""
+        assert self._full is None
+        other = DraftKV(self._layers, self.device, dataclasses.replace(self._header, tokens=self.prefix_tokens))
+        other._measured = 0
+        return other
+
+    def share(self, index: int, other: DraftKV) -> None:
+        """Take in one layer of the prefix of ``other``, which is complete there."""
+        self._maps[index] = other._maps[index]
+        if index in other._coded:
+            self._coded[index] = other._coded[index]
+        pages = self._pages[index] = PagedRows(self._layers[index], self.device)
+        pages.begin_with(other._pages[index], other._pages[index].lengths)
 
     def _add(self, index: int, layer: CompressedLayer) -> None:
         """Take in the map and the codes of a layer; :meth:`_fill` its rows if it is plain."""

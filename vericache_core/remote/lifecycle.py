@@ -1,4 +1,4 @@
-"""How remote requests come and go: sessions are opened, given the KV of their prefix, and ended; what fails goes on here.
+"""How remote requests come and go: sessions are opened and ended, and what fails goes on here.
 
 A request that the store or the link let down goes through the base like any other, from the tokens it has.
 """
@@ -22,7 +22,7 @@ from vericache_core.remote.identity import Facts
 from vericache_core.remote.link import Link
 from vericache_core.remote.link_stats import LinkStats
 from vericache_core.remote.prefixes import Backoff, Local
-from vericache_core.remote.receive import Delivery, Received, Receiver, What
+from vericache_core.remote.receive import Delivery, Receiver
 from vericache_core.remote.room import DeviceRoom, drafts
 from vericache_core.remote.session import RemoteSession
 from vericache_core.runtime.admission import QueueFull
@@ -100,7 +100,15 @@ class SessionLoop(StepLoop):
     def _verdict(self, live: Live, message: Message) -> bool:
         """Take a verdict in; False, and nothing changed, if it is not the one that is due."""
 
-    # -- opening and receiving -----------------------------------------------------------------------
+    @abstractmethod
+    def _delivery_of(self, live: Live) -> Delivery | None:
+        """What takes in the KV that a request needs next and that is neither here nor on its way, from now on."""
+
+    @abstractmethod
+    def _provide(self, live: Live) -> None:
+        """Give a request whose session is open what of its prefix is here, and fetch what is not."""
+
+    # -- opening -----------------------------------------------------------------------
 
     def _open_waiting(self) -> None:
         while self._waiting and len(self._remote) < self._config.max_running:
@@ -171,19 +179,16 @@ class SessionLoop(StepLoop):
             "send": None,
             "compressed": 0,
         }
-        what = self._lacks(live)
-        delivery = None if what is None else self._delivery(live, what)
+        delivery = self._delivery_of(live)
         if delivery is not None:  # it follows at once: to ask when the session is open would cost one more round trip
-            fields |= {"send": what, "compressed": int(delivery.holds_compressed)}
-        message = Message("open", fields, ids_to_bytes(request.tokens[: request.prompt_tokens]))
-
-        def take(found: Message) -> None:
-            if delivery is not None and found.kind in {"part", "end"}:
-                delivery.take(found)
-            else:
-                self._events.put(lambda: self._opened(live, found))
-
-        self._receiver.listen("open", message, take, self._failing(live, what))
+            fields |= {"send": delivery.what, "compressed": int(delivery.holds_compressed)}
+        self._receiver.listen(
+            "open",
+            Message("open", fields, ids_to_bytes(request.tokens[: request.prompt_tokens])),
+            lambda found: self._events.put(lambda: self._opened(live, found)),
+            self._failing(live, delivery),
+            delivery,
+        )
 
     def _opened(self, live: Live, message: Message) -> None:
         if self._remote.get(live.session.request.number) is not live:
@@ -205,63 +210,9 @@ class SessionLoop(StepLoop):
         if live.mode != "remote":
             self._provide(live)
 
-    def _lacks(self, live: Live) -> What | None:
-        """What of its prefix a request needs next that is neither here nor on its way."""
-        prefix, comes_home = live.prefix, live.mode.startswith(("fetch", "stream"))
-        what: What
-        if comes_home and prefix.rows is not None:
-            return None
-        if drafts(live.mode) and prefix.draft is None:
-            what = "prefix"
-        elif comes_home:
-            what = "rows"
-        else:
-            return None
-        return None if what in prefix.fetching else what
-
-    def _delivery(self, live: Live, what: What) -> Delivery:
-        """Note that ``what`` comes, for everybody on the prefix; returns what takes it in."""
-        prefix = live.prefix
-        prefix.fetching.add(what)
-        name = str(live.session.request.metrics.compressor)
-        return self._receiver.delivery(
-            what, prefix, name, lambda received: self._events.put(lambda: self._received(prefix, received))
-        )
-
-    def _provide(self, live: Live) -> None:
-        """Give a request what of its prefix is here, and fetch what is not."""
-        prefix, request = live.prefix, live.session.request
-        if drafts(live.mode) and prefix.draft is not None and request.draft is None:
-            request.draft = prefix.draft.twin()
-            request.metrics.compressed_kv_bytes = prefix.draft.device_bytes
-            request.metrics.compressed_from_bytes = self._token_bytes() * len(prefix.ids)
-            self._unclaim()  # what waits claims anew, with what is left
-            try:
-                self._room.measure(request, prefix)
-            except RemoteRefused as error:
-                self._fail(live, error)
-                return
-        if live.mode.startswith(("fetch", "stream")) and prefix.rows is not None:
-            self._come_home(live)
-            return
-        what = self._lacks(live)
-        if what is not None:
-            assert live.session.number is not None
-            self._receiver.fetch(self._delivery(live, what), live.session.number, self._failing(live, what))
-
-    def _failing(self, live: Live, what: What | None) -> Callable[[VeriCacheError], None]:
+    def _failing(self, live: Live, delivery: Delivery | None) -> Callable[[VeriCacheError], None]:
         """What to call on any thread when a stream of ``live`` ends early; see :meth:`_stream_failed`."""
-        return lambda error: self._events.put(lambda: self._stream_failed(live, what, error))
-
-    def _received(self, prefix: Local, received: Received) -> None:
-        prefix.fetching.discard(received.what)
-        prefix.take(received.draft, received.rows)
-        self._room.trim()
-        self.stats.received_bytes += received.bytes
-        self.stats.transfers[received.what] = received.bytes, received.seconds
-        for live in list(self._remote.values()):
-            if live.prefix is prefix and live.session.number is not None:
-                self._provide(live)
+        return lambda error: self._events.put(lambda: self._stream_failed(live, delivery, error))
 
     def _token_bytes(self) -> int:
         return sum(layer.token_bytes for layer in self.adapter.layers)
@@ -296,22 +247,22 @@ class SessionLoop(StepLoop):
         except VeriCacheError as error:
             request.fail(error)
 
-    def _stream_failed(self, live: Live, what: What | None, error: VeriCacheError) -> None:
-        """A stream of ``live`` has ended early; ``what`` of the prefix was to come on it, for others as well."""
+    def _stream_failed(self, live: Live, delivery: Delivery | None, error: VeriCacheError) -> None:
+        """A stream of ``live`` has ended early; KV of the prefix was to come on it, for others as well."""
         there = self._remote.get(live.session.request.number) is live
         opened = live.session.number is not None
         if there:
             self._fail(live, error)
-        if what not in live.prefix.fetching:
-            return  # nothing, or it had come before
-        live.prefix.fetching.discard(what)
+        if delivery is None or live.prefix.fetching.get(delivery.what) is not delivery:
+            return  # none was, or it had come before
+        del live.prefix.fetching[delivery.what]
         self._room.trim()
         for other in list(self._remote.values()):  # whoever waited for what this one was fetching
             if other.prefix is not live.prefix or other.session.number is None:
                 continue
             if not there or not opened:  # it was cancelled or refused: another one fetches
                 self._provide(other)
-            elif what == "rows" or other.session.request.draft is None:
+            elif delivery.what == "rows" or other.session.request.draft is None:
                 self._fail(other, error)
 
     def _fail(self, live: Live, error: VeriCacheError) -> None:

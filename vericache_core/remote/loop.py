@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from torch import Tensor
-
 from vericache_core.engine import Engine
 from vericache_core.errors import RemoteError, RemoteRefused, VeriCacheError
+from vericache_core.remote.early import see_nothing
 from vericache_core.remote.frames import Message
 from vericache_core.remote.identity import facts_of, refuse_differences
-from vericache_core.remote.lifecycle import Live, SessionLoop
+from vericache_core.remote.lifecycle import Live
 from vericache_core.remote.link import Link
+from vericache_core.remote.provide import PrefixLoop
 from vericache_core.remote.session import RemoteSession
-from vericache_core.runtime.request import Request, Want
+from vericache_core.runtime.request import Request
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import StepFault, run_tile
 
@@ -30,7 +30,7 @@ log = logging.getLogger("vericache.remote")
 _TICK: Final = 0.05
 
 
-class RemoteLoop(SessionLoop):
+class RemoteLoop(PrefixLoop):
     """See the module's docstring; built by :meth:`connected`."""
 
     @classmethod
@@ -58,6 +58,7 @@ class RemoteLoop(SessionLoop):
         self._note_peak()
         self._open_waiting()
         self._receiver.watch()
+        self._begin_early()
         worked = self._draft()
         self._send()
         finished: list[Request] = []
@@ -93,6 +94,8 @@ class RemoteLoop(SessionLoop):
         for live in list(self._remote.values()):
             self.remove(live.session.request)
         self._receiver.cancel()
+        if self._early is not None:
+            self._early.join()
         until = time.monotonic() + 1.0
         while any(not call.done() for call in self._goodbyes) and time.monotonic() < until:
             time.sleep(0.01)
@@ -106,34 +109,27 @@ class RemoteLoop(SessionLoop):
     def _draft(self) -> bool:
         """One step of drafts of as many requests as fit; those that drafted least come first."""
         segments: list[Segment[Request]] = []
-        wants: list[tuple[RemoteSession, Want]] = []
+        sessions: list[RemoteSession] = []
         first = 0
         ready = sorted((live.session for live in self._remote.values()), key=lambda session: len(session.ahead))
         for session in ready:
             want = session.want(self.adapter.most_rows - first)
             if want is not None and want.tokens:
                 segments.append(Segment(session.request, want, first, len(want.tokens)))
-                wants.append((session, want))
+                sessions.append(session)
                 first += len(want.tokens)
         if not segments:
             return False
         started = time.perf_counter()
         try:
-            logits = run_tile(self.adapter, segments, self._attend, _see_nothing)
+            logits = run_tile(self.adapter, segments, self._attend, see_nothing)
         except StepFault as fault:
             self._fail(self._remote[fault.request.number], fault.error)
             return True
         seconds = time.perf_counter() - started
         self.steps += 1
-        for (session, want), segment in zip(wants, segments, strict=True):
-            fresh = session.first_draft_at is None
-            session.take(want, logits[segment.first : segment.first + segment.count])
-            if fresh and session.first_draft_at is not None:
-                self.stats.first_draft_seconds.append(session.first_draft_at - session.added_at)
-            metrics = session.request.metrics
-            metrics.steps += 1
-            metrics.add_seconds("draft", seconds)
-            metrics.peak_device_kv_bytes = max(metrics.peak_device_kv_bytes, session.request.device_bytes())
+        for session, segment in zip(sessions, segments, strict=True):
+            self._take_rows(session, segment, logits, seconds)
         self._note_peak()
         return True
 
@@ -184,7 +180,3 @@ class RemoteLoop(SessionLoop):
                 block = False
         except queue.Empty:
             return
-
-
-def _see_nothing(_segment: Segment[Request], _layer: int, _queries: Tensor, _keys: Tensor) -> None:
-    """Draft rows are observed by nobody."""

@@ -6,10 +6,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vericache_core.cache.draft import DraftKV
 from vericache_core.cache.pages import PagedRows
+
+if TYPE_CHECKING:
+    from vericache_core.remote.receive import Delivery
 
 SHORTEST: Final = 64
 """Tokens that prompts must have in common before that counts as a shared prefix."""
@@ -24,7 +27,7 @@ class Local:
     Attributes:
         draft: its compressed KV, complete; requests draft on twins of it.
         rows: its full KV by layer, complete, where that was asked for.
-        fetching: what is on its way: ``prefix``, ``rows``.
+        fetching: what takes in what is on its way: ``prefix``, ``rows``.
         sizes: device bytes of what has come, by the same names.
         expected: device bytes of what is to come, as far as requests have claimed room for it.
         users: requests that lean on it.
@@ -33,7 +36,7 @@ class Local:
     ids: tuple[int, ...]
     draft: DraftKV | None = None
     rows: Mapping[int, PagedRows] | None = None
-    fetching: set[str] = field(default_factory=set)
+    fetching: dict[str, Delivery] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     users: int = 0

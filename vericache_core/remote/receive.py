@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -49,6 +49,8 @@ class Delivery:
 
     Attributes:
         holds_compressed: whether compressed KV of the prefix is here already.
+        draft: its compressed KV, as far as it has come; None where full KV comes.
+        layers: done one after the other as they come in; all that are still to come end with what went wrong.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Delivery:
         self._make_compressor, self._compressor, self._held, self._done = make_compressor, compressor, prefix.draft, done
         self._assembly = Assembly(self._layers, self._tokens, range(len(self._layers)))
         empty = CompressedKV(compressor, {}, self._tokens, self._layers, ())
-        self._draft = DraftKV(self._layers, self._device, empty) if what == "prefix" else None
+        self.draft = DraftKV(self._layers, self._device, empty) if what == "prefix" else None
+        self.layers: list[Future[None]] = [Future() for _ in self._layers]
         self._rows: dict[int, PagedRows] = {}
-        self._started = time.monotonic()
+        self._started, self._ended = time.monotonic(), False
 
     def take(self, message: Message) -> None:
         """Take in a part of it, or its end.
@@ -77,18 +80,36 @@ class Delivery:
         """
         if message.kind == "end":
             self._assembly.finish()
+            self._ended = True
             seconds = time.monotonic() - self._started
-            self._done(Received(self.what, self._draft, self._rows, self._assembly.received, seconds))
+            self._done(Received(self.what, self.draft, self._rows, self._assembly.received, seconds))
             return
         complete = self._assembly.take(message.expect("part"))
         if complete is None:
             return
         index, blob = complete
         layer = self._layers[index]
-        if self._draft is not None:
-            take_layer(self._draft, layer, blob, self._compressor, self._make_compressor)
+        if self.draft is not None:
+            take_layer(self.draft, layer, blob, self._compressor, self._make_compressor)
         else:
             self._rows[index] = full_pages(layer, blob, self._tokens, self._held, self._device)
+        self.layers[index].set_result(None)
+
+    def check_complete(self) -> None:
+        """Raise ``RemoteError`` unless all of it has come, and its end."""
+        if not self._ended:
+            raise RemoteError("the stream of layers ended early", cause=f"{self.come} of {len(self.layers)} layers came")
+
+    @property
+    def come(self) -> int:
+        """Layers that are here."""
+        return sum(layer.done() for layer in self.layers)
+
+    def fail(self, error: VeriCacheError) -> None:
+        """The rest does not come."""
+        for layer in self.layers:
+            if not layer.done():
+                layer.set_exception(error)
 
 
 class Receiver:
@@ -106,10 +127,15 @@ class Receiver:
         self._workers = ThreadPoolExecutor(OPENERS, "vericache-link")
 
     def listen(
-        self, method: str, message: Message, take: Callable[[Message], None], failed: Callable[[VeriCacheError], None]
+        self,
+        method: str,
+        message: Message,
+        take: Callable[[Message], None],
+        failed: Callable[[VeriCacheError], None],
+        delivery: Delivery | None = None,
     ) -> None:
-        """Pass on the messages with which the store answers ``message``; what goes wrong has ``failed``."""
-        self._workers.submit(self._listen, method, message, take, failed)
+        """Have ``take`` get the answers to ``message``, but ``delivery`` parts of KV, and ``failed`` what goes wrong."""
+        self._workers.submit(self._listen, method, message, take, failed, delivery)
 
     def delivery(self, what: What, prefix: Local, compressor: str, done: Callable[[Received], None]) -> Delivery:
         """What takes the compressed or the full KV of ``prefix`` in, message by message."""
@@ -118,7 +144,7 @@ class Receiver:
     def fetch(self, delivery: Delivery, session: str, failed: Callable[[VeriCacheError], None]) -> None:
         """Ask an open session for what ``delivery`` takes in."""
         message = Message(delivery.what, {"session": session, "compressed": int(delivery.holds_compressed)})
-        self.listen(delivery.what, message, delivery.take, failed)
+        self.listen(delivery.what, message, delivery.take, failed, delivery)
 
     def watch(self) -> None:
         """Hang up on streams that fell silent."""
@@ -136,19 +162,34 @@ class Receiver:
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _listen(
-        self, method: str, message: Message, take: Callable[[Message], None], failed: Callable[[VeriCacheError], None]
+        self,
+        method: str,
+        message: Message,
+        take: Callable[[Message], None],
+        failed: Callable[[VeriCacheError], None],
+        delivery: Delivery | None,
     ) -> None:
+        def end(error: VeriCacheError) -> None:
+            if delivery is not None:
+                delivery.fail(error)
+            failed(error)
+
         stream = None
         try:
             stream = self._link.stream(method, message)
             self._streams.add(stream)
             for found in stream:
-                take(found)
+                if delivery is not None and found.kind in {"part", "end"}:
+                    delivery.take(found)
+                else:
+                    take(found)
+            if delivery is not None:
+                delivery.check_complete()
         except VeriCacheError as error:
-            failed(error)
+            end(error)
         except Exception as error:
             log.exception("receiving %s failed", method)
-            failed(RemoteError(f"receiving {method} failed", cause=type(error).__name__))
+            end(RemoteError(f"receiving {method} failed", cause=type(error).__name__))
         finally:
             if stream is not None:
                 self._streams.discard(stream)

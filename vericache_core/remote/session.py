@@ -61,6 +61,10 @@ class RemoteSession:
         pending = request.tokens[start:] + self.ahead[max(0, start - committed) :]
         return Want("draft", tuple(pending[:most]), start)
 
+    def opening(self, prefix: int, most: int) -> Want | None:
+        """Rows of the first drafting step behind ``prefix`` tokens, at most ``most``, for draft KV that is still to come."""
+        return Want("draft", tuple(self.request.tokens[prefix : prefix + most]), prefix) if most else None
+
     def take(self, want: Want, logits: Tensor) -> None:
         """A drafting step computed ``want``; ``logits`` is ``[rows, vocab]``."""
         request, draft = self.request, self.request.draft
