@@ -57,6 +57,7 @@ class Job:
     ) -> None:
         self._request, self._step, self._drop, self._output = request, step, drop, output
         self._result: RequestOutput | None = None
+        self._told = 0  # tokens whose log probabilities were taken
 
     @property
     def number(self) -> int:
@@ -76,6 +77,12 @@ class Job:
     def take_text(self) -> str:
         """The text that became certain since the last call."""
         return self._request.output.take_delta()
+
+    def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Log probabilities of the tokens committed since the last call; none unless they were asked for."""
+        fresh = tuple((self._request.output.logprobs or ())[self._told :])
+        self._told += len(fresh)
+        return fresh
 
     def cancel(self) -> None:
         """End it; what was committed stays."""

@@ -22,7 +22,6 @@ from tests.models import build, engine_over
 from vericache_core.engine import Engine
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.app import Server
-from vericache_core.serve.dialect import dialect_of
 from vericache_core.serve.runner import Runner
 
 MODEL = "tiny"
@@ -131,8 +130,7 @@ class Served:
 def served(engine: Engine, tokens: dict[str, bytes] | None = None, defaults: SamplingParams = DEFAULTS) -> Iterator[Served]:
     """Serve ``engine`` on a free port; closes all of it at the end."""
     stopping, runner = threading.Event(), Runner(engine)
-    dialect = dialect_of(engine.tokenizer)
-    app = Server(runner, MODEL, defaults, engine.config.compressor, tokens, stopping, dialect).app
+    app = Server(runner, MODEL, defaults, engine.config.compressor, tokens, stopping, engine.tokenizer).app
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -88,10 +88,14 @@ def test_what_clients_send_by_default_is_let_through() -> None:
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": "x", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"prompt": "x", "messages": [USER]}, "unknown field 'messages'"),
-        ({"prompt": "x", "n": 2}, "n is not served"),
-        ({"prompt": "x", "n": True}, "n is not served"),
+        ({"prompt": "x", "n": 0}, "n is to be 1 to 128, not 0"),
+        ({"prompt": "x", "n": True}, "n is to be of type int"),
+        ({"prompt": ["x"] * 100, "n": 3}, "100 prompts and n=3 make 300 choices"),
+        ({"prompt": "x", "best_of": 2}, "best_of is not served"),
         ({"prompt": "x", "echo": True}, "echo is not served"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs is not served"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs is to be 0 to 20, not 21"),
+        ({"prompt": "x", "logprobs": True}, "logprobs is to be of type int"),
+        ({"prompt": "x", "top_logprobs": 2}, "top_logprobs is not served"),
         ({"prompt": "x", "tools": [{"type": "function"}]}, "tools is not served (a completion has no messages)"),
         ({"prompt": "x", "parallel_tool_calls": False}, "parallel_tool_calls is not served"),
         ({"prompt": "x", "functions": [{"name": "f"}]}, "functions is not served; hint: tools and tool_choice are"),
@@ -177,6 +181,9 @@ def test_who_may_call_nothing_is_told_of_no_tools() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0] is to be a function with a name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "parameters is to be a JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0]: strict is not served"),
+        ({"logprobs": 2}, "logprobs is to be of type bool"),
+        ({"top_logprobs": 2}, "top_logprobs without logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is to be 0 to 20, not 21"),
         ({"tools": {}}, "tools is to be of type list"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is not served"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice is not served"),
@@ -199,7 +206,7 @@ def test_who_may_call_nothing_is_told_of_no_tools() -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0]: content is to be text"),
     ],
 )
-def test_tools_that_cannot_be_read(further: Any, words: str) -> None:
+def test_fields_of_a_chat_that_cannot_be_read(further: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         read({"messages": [USER], **further}, chat=True, dialect=KNOWS_TOOLS)
     assert words in str(caught.value)
@@ -208,3 +215,15 @@ def test_tools_that_cannot_be_read(further: Any, words: str) -> None:
 def test_why_a_model_takes_no_tools_is_said() -> None:
     with pytest.raises(UsageError, match=r"tools is not served \(there is no chat template\)"):
         read({"messages": [USER], "tools": [TOOL]}, chat=True)
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    assert [read({"prompt": "x", "logprobs": asked}).params.logprobs for asked in (None, False, 0, 5)] == [None, None, 0, 5]
+    chats: list[dict[str, Any]] = [{}, {"logprobs": False, "top_logprobs": 0}, {"logprobs": True}]
+    chats.append({"logprobs": True, "top_logprobs": 4})
+    assert [read({"messages": [USER], **asked}, chat=True).params.logprobs for asked in chats] == [None, None, 0, 4]
+
+
+def test_choices_count_their_seeds_up() -> None:
+    ask = read({"prompt": ["x", "y"], "n": 2, "temperature": 1, "seed": 6})
+    assert [(prompt, params.seed) for prompt, params in ask.requests()] == [("x", 6), ("x", 7), ("y", 6), ("y", 7)]

@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
         from vericache_core.engine import Engine
         from vericache_core.serve.app import Server
-        from vericache_core.serve.dialect import dialect_of
         from vericache_core.serve.runner import Runner
         from vericache_core.service.drain import draining
 
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         name, stopping = args.model_name or Path(args.model).name, threading.Event()
         with draining(service, stopping.set, args.grace) as drain:
             runner = Runner(engine, drain.begin)
-            server = Server(runner, name, params, config.compressor, tokens, stopping, dialect_of(engine.tokenizer))
+            server = Server(runner, name, params, config.compressor, tokens, stopping, engine.tokenizer)
             if service is not None:
                 show_engine(service, engine)
             _serve(args, name, runner, server, drain)
@@ -139,7 +138,10 @@ def _listen(address: str) -> socket.socket:
 
 def _defaults(args: argparse.Namespace) -> SamplingParams:
     """Sampling parameters of calls that leave them out."""
-    for flag, hint in {"seed": "a call that samples draws one unless it names one", "logprobs": "they are not served"}.items():
+    for flag, hint in {
+        "seed": "a call that samples draws its own",
+        "logprobs": "a call asks for its own",
+    }.items():
         if getattr(args, flag) is not None:
             raise UsageError(f"--{flag} has no effect", cause=hint, hint="leave it out")
     return params_from_args(args)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vericache_core.errors import UsageError, VeriCacheError
 from vericache_core.runtime.admission import QueueFull
+from vericache_core.runtime.output import TokenLogprobs
 from vericache_core.serve.asks import UnknownModelError
+from vericache_core.serve.logprobs import LogprobWriter, TokenTexts
 from vericache_core.serve.tool_calls import CallReader, OnlyContent, ToolCall
 
 if TYPE_CHECKING:
@@ -65,23 +67,27 @@ class Writer:
     Args:
         chat: of ``/v1/chat/completions``.
         model: the name that is served.
+        texts: of its tokens.
         reader: makes what tells calls of tools from text, one for each choice.
+        n: choices for each prompt.
     """
 
     chat: bool
     model: str
+    texts: TokenTexts
     reader: Callable[[], CallReader] = OnlyContent
+    n: int = 1
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All choices at once."""
         choices = [self._whole(index, output) for index, output in enumerate(outputs)]
-        return {**self._head(stream=False), "choices": choices, **_counts(outputs)}
+        return {**self._head(stream=False), "choices": choices, **self._counts(outputs)}
 
     def choice(self, index: int) -> ChoiceStream:
         """Writes the choice ``index`` as a stream."""
-        return ChoiceStream(self, index, self.reader())
+        return ChoiceStream(self, index)
 
     def _whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
         reader = self.reader()
@@ -92,13 +98,14 @@ class Writer:
         if self.chat:
             called = {"tool_calls": calls} if calls else {}
             said = {"message": {"role": "assistant", "content": content or None if calls else content, **called}}
-        return {"index": index, **said, "logprobs": None, "finish_reason": _reason(output, bool(calls))}
+        logprobs = None if output.logprobs is None else LogprobWriter(self.texts, self.chat).write(output.logprobs)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": _reason(output, bool(calls))}
 
     def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """What all choices took, behind the last of them."""
-        return {**self._head(stream=True), "choices": [], **_counts(outputs)}
+        return {**self._head(stream=True), "choices": [], **self._counts(outputs)}
 
-    def chunk(self, index: int, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    def chunk(self, index: int, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
         """A piece of a choice in a stream: ``said`` holds its ``delta`` or ``text``."""
         choice = {"index": index, **said, "logprobs": None, "finish_reason": reason}
         return {**self._head(stream=True), "choices": [choice]}
@@ -108,36 +115,47 @@ class Writer:
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
+    def _counts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """``usage``, each prompt counted once, and under our own name what was drafted and accepted."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs[:: self.n])
+        answer = sum(len(output.token_ids) for output in outputs)
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"usage": usage, "vericache": [_drafts(output) for output in outputs]}
+
 
 class ChoiceStream:
     """Writes one choice as chunks: who speaks, text and calls as they come, why it ended."""
 
-    def __init__(self, writer: Writer, index: int, reader: CallReader) -> None:
-        self._writer, self._index, self._reader = writer, index, reader
+    def __init__(self, writer: Writer, index: int) -> None:
+        self._writer, self._index = writer, index
+        self._reader, self._logprobs = writer.reader(), LogprobWriter(writer.texts, writer.chat)
         self._calls = 0
 
     def begin(self) -> list[dict[str, Any]]:
         """What a choice begins with: in a chat, who speaks."""
-        return [self._delta({"role": "assistant", "content": ""})] if self._writer.chat else []
+        return [self._chunk({"role": "assistant", "content": ""})] if self._writer.chat else []
 
-    def more(self, text: str) -> list[dict[str, Any]]:
-        """What more of its text brings."""
-        return [self._item(item) for item in self._reader.feed(text)]
+    def more(self, text: str, logprobs: Sequence[TokenLogprobs] = ()) -> list[dict[str, Any]]:
+        """What more of its text brings, and ``logprobs`` of its tokens, which may come before their text is certain."""
+        chunks = [self._item(item) for item in self._reader.feed(text)]
+        if logprobs:
+            chunks = chunks or [self._item("")]
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs.write(logprobs)
+        return chunks
 
     def end(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The end, when all of the text was given."""
         rest = [self._item(item) for item in self._reader.finish()]
-        said: dict[str, Any] = {"delta": {}} if self._writer.chat else {"text": ""}
-        return [*rest, self._writer.chunk(self._index, said, _reason(output, self._calls > 0))]
+        return [*rest, self._chunk({} if self._writer.chat else "", _reason(output, self._calls > 0))]
 
     def _item(self, item: str | ToolCall) -> dict[str, Any]:
         if isinstance(item, ToolCall):
             self._calls += 1
-            return self._delta({"tool_calls": [{"index": self._calls - 1, **_call(item)}]})
-        return self._delta({"content": item}) if self._writer.chat else self._writer.chunk(self._index, {"text": item})
+            return self._chunk({"tool_calls": [{"index": self._calls - 1, **_call(item)}]})
+        return self._chunk({"content": item} if self._writer.chat else item)
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return self._writer.chunk(self._index, {"delta": delta})
+    def _chunk(self, said: dict[str, Any] | str, reason: str | None = None) -> dict[str, Any]:
+        return self._writer.chunk(self._index, {"delta" if self._writer.chat else "text": said}, reason)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -149,20 +167,13 @@ def _reason(output: RequestOutput, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _counts(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """``usage``, and under our own name what was drafted and accepted."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    answer = sum(len(output.token_ids) for output in outputs)
-    drafts = [
-        {
-            "compressor": output.metrics.compressor,
-            "mode": output.metrics.mode,
-            "drafted": output.metrics.drafted,
-            "accepted": output.metrics.accepted,
-            "rounds": output.metrics.rounds,
-            "identical": output.metrics.identical,
-        }
-        for output in outputs
-    ]
-    usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    return {"usage": usage, "vericache": drafts}
+def _drafts(output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "compressor": metrics.compressor,
+        "mode": metrics.mode,
+        "drafted": metrics.drafted,
+        "accepted": metrics.accepted,
+        "rounds": metrics.rounds,
+        "identical": metrics.identical,
+    }

@@ -28,7 +28,8 @@ from vericache_core.serve.answers import (
 )
 from vericache_core.serve.asks import read_ask
 from vericache_core.serve.call import Call, CallerGoneError
-from vericache_core.serve.dialect import NO_TOOLS, Dialect
+from vericache_core.serve.dialect import dialect_of
+from vericache_core.serve.logprobs import TokenTexts
 from vericache_core.serve.runner import Runner
 from vericache_core.serve.tool_calls import OnlyContent
 from vericache_core.service.access import SCHEME, tenant_of
@@ -51,7 +52,7 @@ class Server:
         compressor: that drafts, for calls that name one.
         tokens: tenants and hashes of their tokens, as `read_tokens` gives; None lets everybody in.
         stopping: new calls are refused once it is set.
-        dialect: in which the model calls tools.
+        tokenizer: of the model.
 
     Attributes:
         app: to be run by an ASGI server.
@@ -65,11 +66,11 @@ class Server:
         compressor: str | None,
         tokens: Mapping[str, bytes] | None,
         stopping: threading.Event,
-        dialect: Dialect = NO_TOOLS,
+        tokenizer: Any,
     ) -> None:
         self._runner, self._model, self._defaults, self._compressor, self._tokens = runner, model, defaults, compressor, tokens
         self._created = int(time.time())
-        self._stopping, self._dialect = stopping, dialect
+        self._stopping, self._dialect, self._texts = stopping, dialect_of(tokenizer), TokenTexts(tokenizer)
         routes = [
             Route("/healthz", self._health),
             Route("/v1/models", self._models),
@@ -108,7 +109,7 @@ class Server:
             compressor=self._compressor,
             dialect=self._dialect,
         )
-        writer = Writer(chat, self._model, ask.reader or OnlyContent)
+        writer = Writer(chat, self._model, self._texts, ask.reader or OnlyContent, ask.n)
         call, handed_on = Call(self._runner, ask, tenant, request, writer.id), False
         try:
             await call.begin()  # what cannot run at all is told by the status, of a stream too
@@ -146,7 +147,7 @@ async def _stream(call: Call, writer: Writer) -> AsyncIterator[str]:
             if index not in choices:
                 choices[index] = writer.choice(index)
                 chunks += choices[index].begin()
-            chunks += choices[index].more(piece.text)
+            chunks += choices[index].more(piece.text, piece.logprobs)
             if piece.output is not None:
                 chunks += choices[index].end(piece.output)
             for chunk in chunks:

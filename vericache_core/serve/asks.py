@@ -7,8 +7,9 @@ prose has been lied to. ``null`` counts as not given, as clients send it for tha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,7 +23,11 @@ from vericache_core.serve.messages import read_messages, read_tools, tool_name
 from vericache_core.serve.tool_calls import CallReader
 
 MOST_PROMPTS: Final = 256
-"""Prompts of one call of ``/v1/completions``."""
+"""Prompts of one call of ``/v1/completions``, each as often as ``n`` says."""
+MOST_CHOICES: Final = 128
+"""Of one prompt."""
+MOST_LOGPROBS: Final = 20
+"""Likeliest tokens beside each one."""
 _SAMPLING: Final = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -49,14 +54,11 @@ _ABOUT_THE_CALLER: Final = frozenset({"user", "metadata", "store", "service_tier
 _NO_TOOLS: Final = "describe tools in the system message and read the text"
 _OLD_TOOLS: Final = "tools and tool_choice are"
 _NO_GRAMMAR: Final = "ask for JSON in the prompt and check the text"
-_ONE: Final = "send several requests with different seeds"
+_ONE: Final = "n gives several choices; which is best is yours to say"
 _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "n": ((1,), _ONE),
     "best_of": ((1,), _ONE),
     "echo": ((False,), "the prompt is yours already"),
     "suffix": (("",), "put it into the prompt"),
-    "logprobs": ((False,), "Engine.generate gives them"),
-    "top_logprobs": ((0,), "Engine.generate gives them"),
     "logit_bias": (({},), "Engine.generate takes bad_words and logits processors"),
     "tool_choice": (("none", "auto"), "'auto', and say in a message that the tool is to be called"),
     "parallel_tool_calls": ((True,), "take the first call"),
@@ -65,7 +67,7 @@ _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "response_format": (({"type": "text"},), _NO_GRAMMAR),
 }
 """What is refused: values that ask for nothing, which are let through, and what to do instead."""
-_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor", "tools")
+_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor", "tools", "n", "logprobs", "top_logprobs")
 
 
 class UnknownModelError(UsageError):
@@ -79,11 +81,12 @@ class Ask:
     Attributes:
         chat: of ``/v1/chat/completions``.
         prompts: one for a chat; as :meth:`Engine.submit` takes them.
-        params: of all of them.
+        params: of the first choice of each.
         plain: decode with the full KV alone.
         priority: higher goes first.
         stream, usage: send pieces, and the count of tokens behind them.
         reader: makes what tells calls of tools from the text of an answer; None without tools.
+        n: choices for each prompt.
     """
 
     chat: bool
@@ -94,6 +97,15 @@ class Ask:
     stream: bool
     usage: bool
     reader: Callable[[], CallReader] | None = None
+    n: int = 1
+
+    def requests(self) -> Iterator[tuple[Any, SamplingParams]]:
+        """What the engine is to do for each choice: those of the first prompt, then those of the next.
+
+        Choices of a prompt differ in their seeds, which count up: one call for each would give the same.
+        """
+        each = [dataclasses.replace(self.params, seed=(self.params.seed + number) % 2**64) for number in range(self.n)]
+        return itertools.product(self.prompts, each)
 
 
 def read_ask(
@@ -128,12 +140,13 @@ def read_ask(
     return Ask(
         chat,
         prompts,
-        _params(given, defaults),
+        dataclasses.replace(_params(given, defaults), logprobs=_logprobs(given, chat)),
         _plain(given.get("compressor", compressor), compressor),
         _typed(given, "priority", int, 0),
         stream,
         stream and options.get("include_usage") is True,
         _reader(tools, dialect),
+        _choices(given, len(prompts)),
     )
 
 
@@ -157,6 +170,33 @@ def _params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
         return params
     # Who samples without naming a seed expects another answer each time.
     return dataclasses.replace(params, seed=secrets.randbits(63))
+
+
+def _logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
+    """Likeliest tokens that are wanted beside each one; None without log probabilities. The two endpoints ask differently."""
+    if not chat:
+        if "top_logprobs" in given:
+            raise UsageError("top_logprobs is not served", hint="a completion has logprobs, a number")
+        return None if given.get("logprobs", False) is False else _number(given, "logprobs", 0, MOST_LOGPROBS)
+    wanted, top = _typed(given, "logprobs", bool, False), _number(given, "top_logprobs", 0, MOST_LOGPROBS)
+    if top and not wanted:
+        raise UsageError("top_logprobs without logprobs", hint="logprobs: true")
+    return top if wanted else None
+
+
+def _choices(given: Mapping[str, Any], prompts: int) -> int:
+    n = _number(given, "n", 1, MOST_CHOICES)
+    if n * prompts > MOST_PROMPTS:
+        raise UsageError(f"{prompts} prompts and n={n} make {n * prompts} choices", hint=f"at most {MOST_PROMPTS} in one call")
+    return n
+
+
+def _number(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    """A number that is ``least`` unless it is given."""
+    number: int = _typed(given, name, int, least)
+    if not least <= number <= most:
+        raise UsageError(f"{name} is to be {least} to {most}, not {number}")
+    return number
 
 
 def _plain(named: Any, compressor: str | None) -> bool:

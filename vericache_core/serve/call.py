@@ -27,7 +27,7 @@ class CallerGoneError(Exception):
 
 
 class Call:
-    """Requests of one call, one for each prompt, and what comes of them."""
+    """Requests of one call, one for each choice, and what comes of them."""
 
     def __init__(self, runner: Runner, ask: Ask, tenant: str, request: Request, name: str) -> None:
         self._runner, self.ask, self._tenant, self._request, self._name = runner, ask, tenant, request, name
@@ -38,30 +38,30 @@ class Call:
         self._started = self._looked = time.monotonic()
 
     async def begin(self) -> None:
-        """Hand all prompts in; returns when each was taken in.
+        """Hand all requests in; returns when each was taken in.
 
         Raises:
             VeriCacheError: one was not; :meth:`end` cancels the others.
             CallerGoneError: nobody waits any more.
         """
         loop, ask = asyncio.get_running_loop(), self.ask
-        for index, prompt in enumerate(ask.prompts):
+        for index, (prompt, params) in enumerate(ask.requests()):
 
             def deliver(piece: Piece, index: int = index) -> None:
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
             self._numbers.append(
-                self._runner.submit(prompt, ask.params, deliver, plain=ask.plain, priority=ask.priority, tenant=self._tenant)
+                self._runner.submit(prompt, params, deliver, plain=ask.plain, priority=ask.priority, tenant=self._tenant)
             )
         begun: set[int] = set()
-        while len(begun) < len(ask.prompts):
+        while len(begun) < len(self._numbers):
             index, piece = await self._next()
             if index in begun:
                 self._early.append((index, piece))
             begun.add(index)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of the prompts by their positions, until all have had their last.
+        """Pieces of the choices by their positions, until all have had their last.
 
         Raises:
             VeriCacheError: one failed.
@@ -91,7 +91,7 @@ class Call:
         return index, piece
 
     def outputs(self) -> list[RequestOutput]:
-        """Whole outputs in the order of the prompts, after :meth:`pieces`."""
+        """Whole outputs in the order of the choices, after :meth:`pieces`."""
         return [self._outputs[index] for index in range(len(self._numbers))]
 
     def end(self) -> None:
@@ -102,9 +102,10 @@ class Call:
         facts = {
             "request": self._name,
             "prompts": len(self.ask.prompts),
+            "choices": len(self.ask.prompts) * self.ask.n,
             "answered": len(done),
             "prompt_tokens": sum(len(output.prompt_token_ids) for output in done),
             "new_tokens": sum(len(output.token_ids) for output in done),
             "seconds": round(time.monotonic() - self._started, 3),
         }
-        log.info("answered" if len(done) == len(self.ask.prompts) else "given up", extra=facts)
+        log.info("answered" if len(done) == len(self.ask.prompts) * self.ask.n else "given up", extra=facts)

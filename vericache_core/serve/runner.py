@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vericache_core.errors import VeriCacheError
+from vericache_core.runtime.output import TokenLogprobs
 from vericache_core.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Piece:
     """News of a request: the first says that it was taken in, the last has its whole output or why there is none."""
 
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
     output: RequestOutput | None = None
     error: VeriCacheError | None = None
 
@@ -162,12 +164,12 @@ class Runner:
             self._hand_out_one(number, running)
 
     def _hand_out_one(self, number: int, running: _Running) -> None:
-        text = running.job.take_text()
+        text, logprobs = running.job.take_text(), running.job.take_logprobs()
         if running.job.finished:
             del self._running[number]
-            self._end(number, Piece(text, output=running.job.result()))
-        elif text:
-            running.deliver(Piece(text))
+            self._end(number, Piece(text, logprobs, running.job.result()))
+        elif text or logprobs:
+            running.deliver(Piece(text, logprobs))
 
     def _end(self, number: int, piece: Piece) -> None:
         with self._lock:
