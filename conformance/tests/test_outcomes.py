@@ -81,7 +81,8 @@ def test_a_failure_in_a_property_carries_the_smallest_example(subject: Subject) 
 
     failed = execute(a_check(function), subject, Settings())
     assert failed.example == {"tokens": 17}
-    assert execute(a_check(function), subject, Settings()) == dataclasses.replace(failed, seconds=0) or failed.seconds >= 0
+    again = execute(a_check(function), subject, Settings())
+    assert dataclasses.replace(again, seconds=0) == dataclasses.replace(failed, seconds=0)
     assert execute(a_check(function), subject, Settings(), {"tokens": 18}).outcome == "fail"
     assert execute(a_check(function), subject, Settings(), {"tokens": 3}).outcome == "pass"
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -69,7 +67,6 @@ class Case:
     model: str = "demo"
     declared: Mapping[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    folder: Path | None = None
 
     # -- trying inputs ---------------------------------------------------------------------------
 
@@ -196,10 +193,6 @@ class Case:
     def note(self, name: str, value: Any) -> None:
         """Put a measured number into the report."""
         self.facts[name] = value
-
-    def temporary_seed(self, label: str) -> int:
-        """A seed that depends on the run's seed and a label, the same in every process."""
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{label}".encode()).digest()[:4], "big")
 
     def _memo(self, key: str, make: Callable[[], T]) -> T:
         if key not in self.subject.memo:

@@ -31,12 +31,11 @@ def _write(report: Report, entry: dict[str, Any], key: Path | None) -> str:
         return f"{name}: no passport, because it is not installed as a package"
     if entry["options"]:
         return f"{name}: no passport, because options were fixed with -o"
-    module = resolve(name).registry.list_plugins()
-    target = next(info.target for info in module if info.name == name).partition(":")[0]
-    path = passport_path(target)
+    module = next(info.target for info in resolve(name).registry.list_plugins() if info.name == name).partition(":")[0]
+    path = passport_path(module)
     if path is None:
         raise UsageError(f"{name}: its package cannot be located")
-    passport = _passport(report, entry, digest_of(target))
+    passport = _passport(report, entry, digest_of(module))
     if path.is_file():
         passport["compressors"] = {**_others(path, passport), **passport["compressors"]}
     write_whole(path, json.dumps(passport, indent=2, sort_keys=True) + "\n")

@@ -16,8 +16,6 @@ from vericache_core.context import CompressContext, Needs, ScoreObserver
 from vericache_core.kv import LayerDescriptor, PrefixView
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLAVOURS: Final = ("normal", "ties", "zeros", "constant", "large", "shifted", "alternating", "one-hot")
-Flavour = str
 SCORE_BLOCK: Final = 32
 
 
@@ -63,10 +61,10 @@ class World:
         layers: descriptors.
         tokens: how many tokens there are; a prefix of any length can be viewed.
         seed: of all numbers.
-        flavour: ``normal`` rows, or one of the awkward ones of :data:`FLAVOURS`.
+        flavour: ``normal`` rows, or one of the awkward ones that :func:`_rows` makes.
     """
 
-    def __init__(self, layers: Sequence[LayerDescriptor], tokens: int, seed: int = 0, flavour: Flavour = "normal") -> None:
+    def __init__(self, layers: Sequence[LayerDescriptor], tokens: int, seed: int = 0, flavour: str = "normal") -> None:
         self.layers, self.tokens, self.seed = tuple(layers), tokens, seed
         self.token_ids = [(seed * 31 + position * 7 + 3) % 97 for position in range(tokens)]
         draw = torch.Generator().manual_seed(seed * 1_000_003 + 17)
@@ -140,7 +138,7 @@ class World:
                 observer(layer.index, queries.to(layer.dtype), keys.to(layer.dtype))
 
 
-def _rows(flavour: Flavour, shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
+def _rows(flavour: str, shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=draw)
     if flavour == "normal":
         return noise

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from vericache_conform.outcome import OUTCOMES, Result
 from vericache_core.errors import UsageError
@@ -130,12 +130,6 @@ def line_of(result: Result) -> dict[str, Any]:
 def dump(line: Mapping[str, Any]) -> str:
     """One line, keys sorted, no NaN."""
     return json.dumps(line, sort_keys=True, ensure_ascii=False, default=str)
-
-
-def write_report(report: Report, stream: IO[str]) -> None:
-    """Write the lines to an open file."""
-    for line in report.lines():
-        stream.write(line + "\n")
 
 
 def read_report(path: str | Path) -> Report:
