@@ -12,16 +12,21 @@ from vericache_core._lazy import lazy_exports
 from vericache_core._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from vericache_core.attention.layouts import CodeLayout as CodeLayout
     from vericache_core.coded import Codec as Codec
+    from vericache_core.coded import Codes as Codes
     from vericache_core.compressor import BaseCompressor as BaseCompressor
     from vericache_core.compressor import Compressor as Compressor
     from vericache_core.compressor import QuantizationCompressor as QuantizationCompressor
     from vericache_core.compressor import TokenDropCompressor as TokenDropCompressor
+    from vericache_core.compressor import require_finite as require_finite
     from vericache_core.config import EngineConfig as EngineConfig
     from vericache_core.config import load_config as load_config
     from vericache_core.context import CompressContext as CompressContext
     from vericache_core.context import Needs as Needs
     from vericache_core.engine import Engine as Engine
+    from vericache_core.errors import CompressorFault as CompressorFault
+    from vericache_core.errors import OptionError as OptionError
     from vericache_core.errors import VeriCacheError as VeriCacheError
     from vericache_core.index_map import HeadMap as HeadMap
     from vericache_core.kv import CompressedKV as CompressedKV
@@ -44,12 +49,19 @@ if TYPE_CHECKING:
 
 # The same names as above: that list is for type checkers, this one for running. A test compares them.
 _HOMES = {
-    "vericache_core.coded": ["Codec"],
-    "vericache_core.compressor": ["BaseCompressor", "Compressor", "QuantizationCompressor", "TokenDropCompressor"],
+    "vericache_core.attention.layouts": ["CodeLayout"],
+    "vericache_core.coded": ["Codec", "Codes"],
+    "vericache_core.compressor": [
+        "BaseCompressor",
+        "Compressor",
+        "QuantizationCompressor",
+        "TokenDropCompressor",
+        "require_finite",
+    ],
     "vericache_core.config": ["EngineConfig", "load_config"],
     "vericache_core.context": ["CompressContext", "Needs"],
     "vericache_core.engine": ["Engine"],
-    "vericache_core.errors": ["VeriCacheError"],
+    "vericache_core.errors": ["CompressorFault", "OptionError", "VeriCacheError"],
     "vericache_core.index_map": ["HeadMap"],
     "vericache_core.kv": ["CompressedKV", "CompressedLayer", "LayerDescriptor", "PrefixView"],
     "vericache_core.outputs": ["RequestOutput", "StreamChunk"],
