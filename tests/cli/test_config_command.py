@@ -56,6 +56,14 @@ def test_every_field_can_be_given_on_the_command_line() -> None:
     assert set(option_fields(EngineConfig)) <= {action.dest for action in parser._actions}
 
 
+def test_help_says_that_a_switch_takes_true_or_false() -> None:
+    parser = Parser()
+    add_engine_arguments(parser)
+    taken = {action.dest: action.metavar for action in parser._actions}
+    assert taken["require_conformant"] == taken["remote_plaintext"] == "{true,false}"
+    assert config_from_args(parse("--require-conformant", "true")).require_conformant
+
+
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [

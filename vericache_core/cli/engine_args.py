@@ -140,6 +140,8 @@ def registry_from_args(args: argparse.Namespace, config: EngineConfig) -> Regist
 
 
 def _metavar(field: OptionField) -> str:
+    if field.type.base is bool:
+        return "{true,false}"
     if field.type.choices is not None:
         return "{" + ",".join(map(str, field.type.choices)) + "}"
     return {int: "N", float: "X"}.get(field.type.base, "TEXT" if field.name == "device" else "NAME")

@@ -22,7 +22,11 @@ from vericache_core.plugins.spec import CAPABILITIES, CompressorSpec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare ``list``, ``check NAME...``, ``show NAME`` and ``new NAME``."""
     actions = parser.add_subparsers(dest="action", metavar="{list,check,show,new}", required=True)
-    listing = actions.add_parser("list", help="installed compressors, from package metadata alone")
+    listing = actions.add_parser(
+        "list",
+        help="installed compressors, from package metadata alone",
+        description="List installed compressors, importing none: STATUS is ok? until one is loaded (`plugins check NAME`).",
+    )
     check = actions.add_parser("check", help="load compressors and say whether they work")
     check.add_argument("names", nargs="+", metavar="NAME")
     show = actions.add_parser("show", help="options and capabilities of a compressor")

@@ -152,6 +152,7 @@ def composed_spec(name: str, parts: Sequence[CompressorSpec], factory: Callable[
             raise UsageError(
                 f"{spec.name!r} cannot come {place} in {name!r}",
                 cause=f"its kind is {spec.kind}, a {kind} compressor comes {place}",
+                hint="a chain is DROPPER+QUANTIZER, such as snapkv+kivi; `vericache plugins show NAME` tells the kind",
             )
     return ComposedSpec(
         name,
