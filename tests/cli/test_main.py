@@ -27,7 +27,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
         module = types.ModuleType("vericache_core.cli.fake")
         vars(module).update(add_arguments=lambda parser: parser.add_argument("--number", type=int), run=run)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "fake": "for tests"})
+        monkeypatch.setitem(cli.COMMANDS, "fake", "for tests")
 
     monkeypatch.delenv("VERICACHE_DEBUG", raising=False)
     return install

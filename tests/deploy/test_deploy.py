@@ -5,8 +5,6 @@ No container engine runs here. What is checked is the form, and every command li
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import re
 import shutil
 import subprocess
@@ -29,8 +27,7 @@ from tests.deploy.manifests import (
     workloads,
 )
 from vericache_core._version import __version__
-from vericache_core.cli.main import COMMANDS
-from vericache_core.cli.parser import Parser
+from vericache_core.cli.main import PROGRAM
 from vericache_core.service.http import Service, split_address
 
 ROOT = DEPLOY.parent
@@ -82,19 +79,9 @@ def test_the_kustomization_names_every_file() -> None:
 # -- command lines -------------------------------------------------------------------------------------
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
-    """What the real parser makes of them; an argument it does not know is an error."""
-    command, *rest = arguments
-    assert command in COMMANDS, f"no command {command!r}"
-    module = importlib.import_module(f"vericache_core.cli.{command}")
-    parser = Parser(prog=f"vericache {command}")
-    module.add_arguments(parser)
-    return parser.parse_args(rest)
-
-
 @pytest.mark.parametrize("where", command_lines())
 def test_every_command_line_is_one_that_the_program_takes(where: str) -> None:
-    parsed(command_lines()[where])
+    PROGRAM.parse(command_lines()[where])
 
 
 def option(arguments: list[str], name: str) -> str:
@@ -191,13 +178,13 @@ def test_a_pod_has_time_to_drain_before_it_is_killed() -> None:
 def test_stores_take_as_long_to_drain_as_drafters() -> None:
     for where, arguments in command_lines().items():
         if where.endswith(" store"):
-            assert parsed(arguments).grace == DRAIN_SECONDS
+            assert PROGRAM.parse(arguments)[1].grace == DRAIN_SECONDS
 
 
 def test_drafters_are_asked_on_standard_input_so_it_stays_open() -> None:
     for where, arguments in command_lines().items():
         if where.endswith(" drafter"):
-            assert parsed(arguments).prompts == []
+            assert PROGRAM.parse(arguments)[1].prompts == []
     assert [container.get("stdin", False) for name, _, container in containers() if name == "drafter"] == [True]
     assert compose()["services"]["drafter"]["stdin_open"] is True
 

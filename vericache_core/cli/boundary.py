@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from vericache_core.cli.output import debug_enabled, report_error
 from vericache_core.cli.parser import Parser
@@ -87,7 +88,13 @@ class Program:
         if not argv or argv[0].startswith("-"):
             self._root_parser().parse_args(argv or ["--help"])
             return 0
-        command, rest = argv[0], argv[1:]
+        module, args = self.parse(argv)
+        code: int = module.run(args)
+        return code
+
+    def parse(self, argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+        """The module of a command, and its arguments; what the command does not take is a ``UsageError``."""
+        command, *rest = argv
         if command not in self.commands:
             near = did_you_mean(command, self.commands)
             suffix = f"; did you mean {near!r}?" if near else ""
@@ -95,8 +102,7 @@ class Program:
         module = importlib.import_module(f"{self.package}.{command}")
         parser = Parser(prog=f"{self.name} {command}", description=self.commands[command])
         module.add_arguments(parser)
-        code: int = module.run(parser.parse_args(rest))
-        return code
+        return module, parser.parse_args(rest)
 
     def _root_parser(self) -> Parser:
         width = max(map(len, self.commands))

@@ -30,13 +30,13 @@ COMMANDS: Final = {
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141  # what a shell reports for a program that SIGPIPE ended
 _CODES: Final = ExitCodes(lambda error: error.exit_code, INTERRUPTED, BROKEN_PIPE, internal=1)
+PROGRAM: Final = Program("vericache", __version__, "Lossless KV-cache compression.", COMMANDS, "vericache_core.cli", _CODES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an expected error."""
     show_warnings()
-    about = "Lossless KV-cache compression."
-    return Program("vericache", __version__, about, COMMANDS, "vericache_core.cli", _CODES).run(argv)
+    return PROGRAM.run(argv)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,15 @@ INTERRUPTED: Final = 2
 INTERNAL: Final = 3
 USAGE: Final = 4
 _CODES: Final = ExitCodes(lambda error: USAGE if isinstance(error, UsageError) else FAILED, INTERRUPTED, FAILED, INTERNAL)
+_ABOUT: Final = "May this compressor be trusted, and if not, why?"
+PROGRAM: Final = Program(
+    "vericache-conform", __version__, _ABOUT, COMMANDS, "vericache_conform.cli", _CODES, "this is a bug of the suite"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an expected error."""
-    about, bug = "May this compressor be trusted, and if not, why?", "this is a bug of the suite"
-    return Program("vericache-conform", __version__, about, COMMANDS, "vericache_conform.cli", _CODES, bug).run(argv)
+    return PROGRAM.run(argv)
 
 
 if __name__ == "__main__":
