@@ -25,7 +25,6 @@ from vericache_core.outputs import Job, RequestOutput, StreamChunk, output_of, p
 from vericache_core.plugins.registry import Registry, default_registry
 from vericache_core.runtime.assistant import load_assistant
 from vericache_core.runtime.backend import choose_attention, set_threads
-from vericache_core.runtime.background import is_safe
 from vericache_core.runtime.loop import StepLoop
 from vericache_core.runtime.measure import fingerprint, measure
 from vericache_core.runtime.planning import Planner
@@ -107,7 +106,6 @@ class Engine:
             self.config.on_compressor_error,
             self.config.on_swap_error,
             encode,
-            lambda: is_safe(self.attention, self.adapter.packed_bytes > 0),
             self.planner.link_meter,
             self.reuse,
         )

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from vericache_core.cache.tiers import HostStore
 from vericache_core.errors import SwapError
 from vericache_core.model.adapter import ModelAdapter
 from vericache_core.outputs import RequestOutput
-from vericache_core.runtime.background import BackgroundVerify
+from vericache_core.runtime.background import BackgroundVerify, GiveWay
 
 PROMPTS = [list(range(1, 150)), list(range(3, 80)), [5, 6, 7, 8] * 12, list(range(9, 40))]
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -121,17 +122,109 @@ def test_a_swap_that_fails_in_flight_is_recomputed(
     assert sum(len(output.metrics.degraded) for output in found) == 1
 
 
+def test_steps_of_several_threads_forget_a_verify_once_and_go_on_without(
+    expected: list[RequestOutput], slow_link: list[int]
+) -> None:
+    with engine() as ours, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        jobs = [ours.submit(prompt, PARAMS, record_logits=True) for prompt in PROMPTS]
+        while not ours.loop.background.busy:
+            assert one.submit(ours.step).result()
+        while other.submit(ours.step).result() and one.submit(ours.step).result():
+            pass
+        for job, reference in zip(jobs, expected, strict=True):
+            assert_same(job.result(), reference)
+        assert ours.loop.background.homeless
+        assert slow_link[0] == 1
+        ours.loop.ring.check_integrity()
+
+
+def test_what_a_verify_raises_reaches_whoever_collects_it_and_no_step_of_others() -> None:
+    background, load = BackgroundVerify(), Future[None]()
+
+    def run(give_way: GiveWay) -> torch.Tensor:
+        give_way(load)
+        raise ZeroDivisionError
+
+    segment, closed = segment_of(7)
+    background.start(segment, run)
+    load.set_result(None)
+    background.advance()
+    assert background.number == 7
+    assert not closed
+    with pytest.raises(ZeroDivisionError):
+        background.collect(block=False)
+    assert not background.busy
+    assert closed
+
+
+def test_stacks_leave_each_others_inference_mode_alone() -> None:
+    background, loads, seen = BackgroundVerify(), [Future[None](), Future[None]()], list[bool]()
+
+    def run(give_way: GiveWay) -> torch.Tensor:
+        with torch.inference_mode():
+            give_way(loads[0])
+            seen.append(torch.is_inference_mode_enabled())
+            give_way(loads[1])
+        return torch.ones(1)
+
+    background.start(segment_of(1)[0], run)
+    assert not torch.is_inference_mode_enabled()
+    with torch.inference_mode():
+        loads[0].set_result(None)
+        background.advance()
+        assert torch.is_inference_mode_enabled()
+    loads[1].set_result(None)
+    assert background.collect(block=False) is not None
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+    assert seen == [True]
+
+
+def test_an_abandoned_verify_is_unwound_at_once() -> None:
+    background, left = BackgroundVerify(), list[str]()
+
+    def run(give_way: GiveWay) -> torch.Tensor:
+        with torch.inference_mode():
+            try:
+                give_way(Future())
+            finally:
+                left.append("unwound")
+        raise AssertionError
+
+    segment, closed = segment_of(1)
+    background.start(segment, run)
+    with torch.inference_mode():
+        background.abandon()
+        assert torch.is_inference_mode_enabled()
+    assert (left, closed) == (["unwound"], ["closed"])
+    assert not torch.is_inference_mode_enabled()
+    assert not background.busy
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_a_verify_is_waited_for_leaves_it_known() -> None:
-    """Whoever lets its request go then has to stop its loads, and to wait for the thread that computes with them."""
-    background, done = BackgroundVerify(), threading.Event()
-    segment: Any = SimpleNamespace(request=SimpleNamespace(number=7))
-    background.start(segment, lambda: torch.full((1,), float(done.wait(60))))
+    """It can be collected later, or ended by whoever lets its request go."""
+    background, load = BackgroundVerify(), Future[None]()
+
+    def run(give_way: GiveWay) -> torch.Tensor:
+        give_way(load)
+        return torch.ones(1)
+
+    background.start(segment_of(7)[0], run)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         background.collect(block=True)
     assert background.number == 7
-    done.set()
-    background.close()
+    load.set_result(None)
+    verdict = background.collect(block=True)
+    assert verdict is not None
+    assert verdict.logits is not None
     assert not background.busy
+
+
+def segment_of(number: int) -> tuple[Any, list[str]]:
+    """A segment of a request of that number, and what is told when its full KV is closed."""
+    closed: list[str] = []
+    full = SimpleNamespace(close_step=lambda: closed.append("closed"))
+    return SimpleNamespace(request=SimpleNamespace(number=number, full=full)), closed

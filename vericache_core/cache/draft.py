@@ -25,6 +25,7 @@ import torch
 from vericache_core.cache.full import FullKV
 from vericache_core.cache.move import Index
 from vericache_core.cache.pages import PagedRows
+from vericache_core.cache.streaming import absent
 from vericache_core.errors import CompressorFault
 from vericache_core.index_map import HeadMap
 from vericache_core.kv import CompressedKV, CompressedLayer, LayerDescriptor, PlainLayer, PrefixView, storage_bytes
@@ -286,8 +287,7 @@ class DraftKV:
         held = self.held(layer)
         if held is None:
             return None
-        everything = np.arange(tokens, dtype=np.int64)
-        return [np.setdiff1d(everything, position, assume_unique=True) for _, position in held[1]]
+        return [absent(position, tokens) for _, position in held[1]]
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless lengths agree with prefix, tail and full KV."""

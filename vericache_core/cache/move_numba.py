@@ -36,17 +36,38 @@ def _build(word: Any) -> Any:
         value_dim: Any,
     ) -> None:
         shape, value_shape = (head + 1, head_dim, PAGE), (head + 1, PAGE, value_dim)
-        for i in range(len(from_index)):
-            page, slot = divmod(from_index[i], PAGE)
-            new_page, new_slot = divmod(to_index[i], PAGE)
-            keys = carray(as_pointer(from_keys[page]), shape, word)
-            values = carray(as_pointer(from_values[page]), value_shape, word)
-            new_keys = carray(as_pointer(to_keys[new_page]), shape, word)
-            new_values = carray(as_pointer(to_values[new_page]), value_shape, word)
+        slots, new_slots = np.empty(PAGE, np.uint64), np.empty(PAGE, np.uint64)  # unsigned: none counts from the end
+        lanes = np.empty(PAGE, word)
+        first, count = 0, len(from_index)
+        while first < count:  # rows of one pair of pages at a time: keys lie by channel, so a channel's rows are neighbours
+            page, new_page = from_index[first] // PAGE, to_index[first] // PAGE
+            rows, still = 0, True
+            lanes[:] = 0
+            while first + rows < count and rows < PAGE:
+                slot, new_slot = from_index[first + rows] - page * PAGE, to_index[first + rows] - new_page * PAGE
+                if not (0 <= slot < PAGE and 0 <= new_slot < PAGE):
+                    break
+                slots[rows], new_slots[rows] = slot, new_slot
+                lanes[slot] = ~word(0)
+                still = still and slot == new_slot
+                rows += 1
+            first += rows
+            keys = carray(as_pointer(from_keys[page]), shape, word)[head]
+            values = carray(as_pointer(from_values[page]), value_shape, word)[head]
+            new_keys = carray(as_pointer(to_keys[new_page]), shape, word)[head]
+            new_values = carray(as_pointer(to_values[new_page]), value_shape, word)[head]
             for d in range(head_dim):
-                new_keys[head, d, new_slot] = keys[head, d, slot]
-            for d in range(value_dim):
-                new_values[head, new_slot, d] = values[head, slot, d]
+                old, new = keys[d], new_keys[d]
+                if still:  # vectors under a mask in place of single numbers
+                    for i in range(PAGE):
+                        new[i] = (old[i] & lanes[i]) | (new[i] & ~lanes[i])
+                else:
+                    for i in range(rows):
+                        new[new_slots[i]] = old[slots[i]]
+            for i in range(rows):
+                old, new = values[slots[i]], new_values[new_slots[i]]
+                for d in range(value_dim):
+                    new[d] = old[d]
 
     return copy
 

@@ -10,8 +10,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
+
 from vericache_core.cache.move import Index, copy_rows
-from vericache_core.cache.pages import PagedRows
+from vericache_core.cache.pages import PAGE, PagedRows
 from vericache_core.cache.ring import SwapRing
 from vericache_core.cache.tiers import TierStore
 from vericache_core.kv import LayerDescriptor
@@ -23,8 +25,12 @@ class ExactRows(Protocol):
     def held(self, layer: int) -> tuple[PagedRows, Sequence[tuple[Index, Index]]] | None:
         """``(pages, per KV head (index in pages, logical position))``, or None if nothing exact is held."""
 
-    def missing(self, layer: int, tokens: int) -> Sequence[Index] | None:
-        """Per KV head the positions below ``tokens`` that are not held; None means all of them."""
+
+def absent(position: Index, tokens: int) -> Index:
+    """Positions below ``tokens`` that are not in ``position``; both ascend."""
+    chosen = np.ones(tokens, dtype=bool)
+    chosen[position[: position.searchsorted(tokens)]] = False
+    return np.flatnonzero(chosen)
 
 
 class StreamedLayers:
@@ -97,6 +103,10 @@ class StreamedLayers:
         self._queue = deque(self._offloaded)
         for _ in range(self._ring.layers):
             self._load_next()
+
+    def arriving(self, layer: int) -> Future[None] | None:
+        """The load of ``layer`` that :meth:`pages` waits for; None for a layer that is on the device."""
+        return self._slots[layer][1] if layer in self._slots else None
 
     def pages(self, layer: int) -> PagedRows:
         """Rows ``[0, tokens)`` of ``layer``, with room for the step's rows; waits for the swap.
@@ -174,14 +184,13 @@ class StreamedLayers:
         assert self._store is not None
         if tokens == 0:
             return
-        missing = None if exact is None else exact.missing(layer, tokens)
-        rest = self._store.read(self.layers[layer], tokens, slot, missing, stop)
-        if rest is None or exact is None:
+        held = None if exact is None else exact.held(layer)
+        missing = None if held is None else [absent(position, tokens) for _, position in held[1]]
+        unread = self._store.read(self.layers[layer], tokens, slot, missing, stop)
+        if held is None or not unread.any():
             return
-        held = exact.held(layer)
-        assert held is not None
         pages, per_head = held
         for head, (index, position) in enumerate(per_head):
-            wanted = rest[head]
-            at = position.searchsorted(wanted)
-            copy_rows(pages, index[at], slot, wanted, head)
+            rest = unread[position // PAGE]
+            at = slice(None) if rest.all() else rest
+            copy_rows(pages, index[at], slot, position[at], head)

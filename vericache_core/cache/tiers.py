@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from vericache_core.cache.move import Index, copy_rows
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
+
+Pages = npt.NDArray[np.bool_]
+"""One truth value for each page."""
 
 
 class TierStore(ABC):
@@ -51,11 +55,11 @@ class TierStore(ABC):
         slot: PagedRows,
         missing: Sequence[Index] | None,
         stop: threading.Event | None = None,
-    ) -> Sequence[Index] | None:
+    ) -> Pages:
         """Fill ``slot`` with rows below ``tokens``, no faster than the link allows.
 
-        ``missing`` lists per KV head the positions wanted, ``None`` means all. Returns per KV head the
-        positions that were wanted by nobody and not read either, or ``None`` when every row was read.
+        ``missing`` lists per KV head the positions wanted, ``None`` means all. Returns of which pages ``[pages]`` only
+        what was wanted has been read; of the others it was every row.
 
         Raises:
             SwapError: the tier could not be read, or ``stop`` was set before all of it had come.
@@ -70,7 +74,7 @@ class TierStore(ABC):
     @abstractmethod
     def _fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Sequence[Index] | None, int]:
+    ) -> tuple[Pages, int]:
         """As :meth:`read`, at once; returns the bytes that were moved, too."""
 
     @abstractmethod
@@ -107,20 +111,20 @@ class HostStore(TierStore):
 
     def _fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Sequence[Index] | None, int]:
+    ) -> tuple[Pages, int]:
         home = self._rows[layer.index]
         if missing is None:
             for page in range(pages_for(tokens)):
                 _unless(stop)
                 for source, target in zip(home.page(page), slot.page(page), strict=True):
                     _copy(source, target)
-            return None, tokens * layer.token_bytes
+            return np.zeros(pages_for(tokens), dtype=bool), tokens * layer.token_bytes
         moved = 0
         for head, wanted in enumerate(missing):
             _unless(stop)
             copy_rows(home, wanted, slot, wanted, head)
             moved += len(wanted) * layer.token_bytes // layer.kv_heads
-        return [np.setdiff1d(np.arange(tokens), wanted, assume_unique=True) for wanted in missing], moved
+        return np.ones(pages_for(tokens), dtype=bool), moved
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         home = self._rows[layer.index]
@@ -189,19 +193,16 @@ class DiskStore(TierStore):
 
     def _fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Sequence[Index] | None, int]:
+    ) -> tuple[Pages, int]:
         pages = set(range(pages_for(tokens)))
         if missing is not None:
             pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
         for page in sorted(pages):
             _unless(stop)
             self._transfer(layer, page, slot, "read")
-        moved = len(pages) * PAGE * layer.token_bytes
-        if missing is None:
-            return None, moved
-        unread = np.array([page not in pages for page in range(pages_for(tokens))], dtype=bool)
-        rest = np.nonzero(np.repeat(unread, PAGE)[:tokens])[0].astype(np.int64)
-        return [rest] * layer.kv_heads, moved
+        unread = np.ones(pages_for(tokens), dtype=bool)
+        unread[list(pages)] = False
+        return unread, len(pages) * PAGE * layer.token_bytes
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         for number, page in enumerate(pages):

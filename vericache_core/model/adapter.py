@@ -79,7 +79,15 @@ class ModelAdapter:
         """Rows of the largest step."""
         return self.shapes[-1]
 
-    def step(self, token_ids: Sequence[int], positions: Sequence[int], attention: StepAttention, logits: bool = True) -> Tensor:
+    def step(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        attention: StepAttention,
+        logits: bool = True,
+        *,
+        graphs: bool = True,
+    ) -> Tensor:
         """One forward in the smallest shape that holds the rows; the rest is padded with token 0 at position 0.
 
         Args:
@@ -87,6 +95,7 @@ class ModelAdapter:
             positions: logical position of each.
             attention: stores and attends for each layer.
             logits: False skips the output head where the model allows (the rows then mean nothing).
+            graphs: False leaves captured graphs, whose buffers serve one step at a time, to the steps that come meanwhile.
 
         Returns:
             ``[shape, vocab]`` in the model's dtype; only the first ``len(token_ids)`` rows mean anything.
@@ -97,7 +106,7 @@ class ModelAdapter:
         pad = shape - len(token_ids)
         ids, places = [*token_ids, *[0] * pad], [*positions, *[0] * pad]
         with torch.inference_mode():
-            output = None if self.graphs is None else self.graphs.run(ids, places, attention, logits)
+            output = self.graphs.run(ids, places, attention, logits) if graphs and self.graphs is not None else None
             if output is None:
                 given, at = (torch.tensor([numbers], device=self.device) for numbers in (ids, places))
                 with active_step(attention):

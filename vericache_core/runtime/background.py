@@ -1,24 +1,29 @@
-"""Verifies whose swap takes longer than a step: they run on a thread of their own while the others draft.
+"""Verifies whose swap takes longer than a step: they advance between the layers of the steps of others.
 
-The thread computes a layer as soon as its full KV has come in and then waits for the next one, so the device holds a
-few layers of it and never a whole cache, and the link works while the main thread decodes. One at a time: there is
-one link.
+Such a verify has a stack of its own (a greenlet) on the thread that runs the steps. It computes a layer once that layer's full
+KV has come in and then gives way until the next one is there, so the device holds a few layers of it and never a whole
+cache, the link works while the others draft, and all arithmetic is done by one team of threads: a second team, even an
+idle one, makes every parallel region of the first many times as long (ADR 18). One at a time: there is one link.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from vericache_core.cache.move import HAVE_NUMBA
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import StepFault
+
+GiveWay = Callable[["Future[None] | None"], None]
+"""Called by a verify before a layer, with the load of its full KV: returns once it has ended. None: there is none."""
 
 
 @dataclass(slots=True)
@@ -33,77 +38,138 @@ class Verdict:
 
 
 class BackgroundVerify:
-    """At most one verify in flight; the main thread starts it and collects it."""
+    """At most one verify in flight; the step loop starts it, lets it advance and collects it.
+
+    Attributes:
+        waited_seconds: for which :meth:`collect` stood still for loads.
+        homeless: the steps turned out to be run by several threads in turn. A stack cannot leave its thread, so a verify that
+            began on another one is forgotten, to be asked for again, and no more should be started.
+    """
 
     def __init__(self) -> None:
-        self._worker: ThreadPoolExecutor | None = None
-        self._running: tuple[Segment[Request], Future[Tensor]] | None = None
-        self._started = self._ended = 0.0
+        self.waited_seconds, self.homeless = 0.0, False
+        self._flight: _Flight | None = None
 
     @property
     def number(self) -> int | None:
         """Number of the request whose verify is in flight or waits to be collected."""
-        return None if self._running is None else self._running[0].request.number
+        return None if self._flight is None else self._flight.segment.request.number
 
     @property
     def busy(self) -> bool:
         """Whether a verify is in flight or waits to be collected."""
-        return self._running is not None
+        return self._flight is not None
 
-    def start(self, segment: Segment[Request], run: Callable[[], Tensor]) -> None:
-        """Begin; ``run`` computes the rows of ``segment``."""
-        assert self._running is None
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="vericache-verify")
-        self._started = time.perf_counter()
-        self._running = (segment, self._worker.submit(self._timed, run))
+    def start(self, segment: Segment[Request], run: Callable[[GiveWay], Tensor]) -> None:
+        """Begin; ``run`` opens the request's full KV and computes the rows of ``segment``, giving way before each layer."""
+        assert self._flight is None
+        self._flight = _Flight(segment, run)
+        self._flight.start()
+
+    def advance(self) -> None:
+        """Compute the layers that have come in; called between the layers of a step."""
+        flight = self._flight
+        if flight is not None and flight.ready and flight.at_home:
+            flight.resume()
 
     def collect(self, *, block: bool) -> Verdict | None:
-        """What came of it, once; None while it runs, unless ``block``."""
-        if self._running is None or not (block or self._running[1].done()):
+        """What came of it, once; None while it runs, unless ``block``, and None where it has to be asked for again."""
+        flight = self._flight
+        if flight is None:
             return None
-        segment, future = self._running
-        wait([future])  # may be interrupted; the verify is then still known to whoever lets its request go
-        self._running = None
-        try:
-            logits, fault = future.result(), None
-        except StepFault as found:
-            logits, fault = None, found
-        return Verdict(segment, logits, fault, self._started, self._ended)
-
-    def _timed(self, run: Callable[[], Tensor]) -> Tensor:
-        try:
-            return run()
-        finally:
-            self._ended = time.perf_counter()
+        while flight.at_home and not flight.dead and (block or flight.ready):
+            began = time.perf_counter()
+            wait([flight.awaited])  # may be interrupted; the verify goes on when it is collected the next time
+            self.waited_seconds += time.perf_counter() - began
+            flight.resume()
+        if not flight.dead and flight.at_home:
+            return None
+        self.abandon()
+        if flight.error is not None:
+            raise flight.error
+        return flight.verdict
 
     def abandon(self) -> None:
-        """Wait for what is in flight and forget it, however it ended: nobody wants the answer any more."""
-        if self._running is not None:
-            wait([self._running[1]])
-            self._running = None
+        """End and forget what is in flight: nobody wants the answer any more. Its full KV is closed."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if not flight.dead:
+            if flight.at_home:
+                flight.end()
+            else:
+                self.homeless = True
+        flight.segment.request.full.close_step()
 
     def close(self) -> None:
-        """Wait for what is in flight, forget it, and stop the thread."""
+        """Forget what is in flight."""
         self.abandon()
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-            self._worker = None
 
 
-def is_safe(attention: str, packed: bool) -> bool:
-    """Whether two steps may run at the same time: on Numba's workqueue threading layer they cannot.
+class _Flight:
+    """One verify on its stack.
 
-    Args:
-        attention: as chosen.
-        packed: whether products are packed, which may be Numba's too.
+    Attributes:
+        awaited: the load that it gave way for.
+        verdict: what it came to; None while it runs, and if it was ended from outside.
+        error: what it raised that is no fault of its request.
     """
-    if attention != "numba" and not (packed and HAVE_NUMBA):
-        return True
-    import numba
 
-    try:
-        layer: Any = numba.threading_layer()
-    except ValueError:  # nothing ran in parallel yet
-        return False
-    return layer in {"omp", "tbb"}
+    def __init__(self, segment: Segment[Request], run: Callable[[GiveWay], Tensor]) -> None:
+        self.segment, self._run = segment, run
+        self.awaited: Future[None] = Future()
+        self.verdict: Verdict | None = None
+        self.error: Exception | None = None
+        self._home = threading.get_ident()
+        self._stack = greenlet(self._compute)
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the calling thread is the one that it began on."""
+        return threading.get_ident() == self._home
+
+    @property
+    def dead(self) -> bool:
+        """Whether it runs no more."""
+        return self._stack.dead
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can go on without waiting."""
+        return not self.dead and self.awaited.done()
+
+    def start(self) -> None:
+        # Inference mode is a state of the thread, saved and restored by whoever enters it. What the verify saves here it
+        # restores at its end, which may come on any stack: so that has to be what a thread is in outside of steps.
+        with torch.inference_mode(mode=False):
+            self._stack.switch()
+
+    def resume(self) -> None:
+        with torch.inference_mode():  # and leaves that of the caller as it was
+            self._stack.parent = getcurrent()
+            self._stack.switch()
+
+    def end(self) -> None:
+        with torch.inference_mode():
+            self._stack.parent = getcurrent()
+            self._stack.throw()
+
+    def _compute(self) -> None:
+        started = time.perf_counter()
+        logits, fault = None, None
+        try:
+            logits = self._run(self._give_way)
+        except StepFault as found:
+            fault = found
+        except Exception as error:  # noqa: BLE001  (raised to whoever collects, not into the step of others that it would end)
+            self.error = error
+            return
+        self.verdict = Verdict(self.segment, logits, fault, started, time.perf_counter())
+
+    def _give_way(self, load: Future[None] | None) -> None:
+        if load is None or load.done():
+            return
+        self.awaited = load
+        parent = self._stack.parent
+        assert parent is not None
+        parent.switch()

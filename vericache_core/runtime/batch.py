@@ -37,7 +37,7 @@ class Batcher:
         adapter: the model.
         ring: swap slots, a few for each request that swaps in a step.
         scheduler: whose budget the slots have to fit into, and who says whether verifies may run beside steps.
-        overlaps: whether two steps may run at the same time, asked before a verify is put apart.
+        apart: whether a verify may run beside the steps, asked before one is put apart.
         link_meter: how fast swaps come in.
     """
 
@@ -46,11 +46,11 @@ class Batcher:
         adapter: ModelAdapter,
         ring: SwapRing,
         scheduler: Scheduler,
-        overlaps: Callable[[], bool],
+        apart: Callable[[], bool],
         link_meter: LinkMeter,
     ) -> None:
         self._adapter, self._ring, self._scheduler = adapter, ring, scheduler
-        self._overlaps, self._link_meter = overlaps, link_meter
+        self._apart, self._link_meter = apart, link_meter
         self._steps_without_swap: deque[float] = deque(maxlen=RECENT)
 
     def form(self, plan: StepPlan, by_number: Mapping[int, Request], flying: int | None) -> Batch:
@@ -127,7 +127,7 @@ class Batcher:
             request.draft is None
             or not request.full.offloaded
             or rate is None
-            or not (self._scheduler.beside and self._overlaps())
+            or not (self._scheduler.beside and self._apart())
         ):
             return False
         # The median: a step in which a kernel was compiled says nothing of the next one.

@@ -16,7 +16,7 @@ from vericache_core.cache.full import FullKV
 from vericache_core.cache.ring import SwapRing
 from vericache_core.errors import SwapError, VeriCacheError
 from vericache_core.model.adapter import ModelAdapter
-from vericache_core.runtime.background import BackgroundVerify
+from vericache_core.runtime.background import BackgroundVerify, GiveWay
 from vericache_core.runtime.batch import Batcher
 from vericache_core.runtime.compress import Compression, PluginFailure
 from vericache_core.runtime.link import LinkMeter
@@ -48,7 +48,6 @@ class StepLoop:
         on_compressor_error: ``"plain"`` or ``"fail"``.
         on_swap_error: ``"recompute"`` or ``"fail"``.
         encode: text -> token ids, for compressors that need it.
-        overlaps: whether two steps may run at the same time, asked before a verify goes to the background.
         link_meter: learns how fast swaps come in.
         reuse: takes rows of earlier prompts out of a prefix store, when given.
     """
@@ -65,14 +64,14 @@ class StepLoop:
         on_compressor_error: str = "plain",
         on_swap_error: str = "recompute",
         encode: Callable[[str], list[int]] | None = None,
-        overlaps: Callable[[], bool] = lambda: True,
         link_meter: LinkMeter | None = None,
         reuse: PrefixReuse | None = None,
     ) -> None:
         self.adapter, self.ring, self._attend = adapter, ring, attend
         self.link_meter = link_meter or LinkMeter()
         self.scheduler, self._holds, self._reuse = scheduler, holds, reuse
-        self.batcher = Batcher(adapter, ring, scheduler, overlaps, self.link_meter)
+        self.background = BackgroundVerify()
+        self.batcher = Batcher(adapter, ring, scheduler, lambda: not self.background.homeless, self.link_meter)
         made = None if reuse is None else reuse.keep_compressed
         self.compression = Compression(adapter, fold, encode, self._forward, made)
         self.recovery = Recovery(make_full, self.compression, on_compressor_error, on_swap_error)
@@ -80,7 +79,6 @@ class StepLoop:
         self.peak_device_kv_bytes = 0
         self.steps = 0
         self.swap_seconds = self.exposed_seconds = 0.0
-        self.background = BackgroundVerify()
         self._idle = 0
         self.observer = LoopObserver()
 
@@ -103,11 +101,9 @@ class StepLoop:
 
     def settle(self) -> None:
         """Wait for what runs beside the steps, and take it in."""
-        flying = next((request for request in self.requests if request.number == self.background.number), None)
-        before = 0.0 if flying is None else flying.full.waited_seconds
+        before = self.background.waited_seconds
         self._collect(block=True)
-        if flying is not None:
-            self.exposed_seconds += max(0.0, flying.full.waited_seconds - before)
+        self.exposed_seconds += self.background.waited_seconds - before
 
     def release(self, request: Request) -> None:
         """Let a request go with what it holds; :meth:`add` takes it in again."""
@@ -132,7 +128,7 @@ class StepLoop:
         return list(self.requests)
 
     def close(self) -> None:
-        """Stop the threads; requests must have gone."""
+        """Stop what runs beside the steps; requests must have gone."""
         self.background.close()
 
     @property
@@ -202,8 +198,13 @@ class StepLoop:
         request = self.requests[0]
         request.fail(VeriCacheError("the scheduler finds nothing to run", cause=f"{len(self.requests)} requests are left"))
 
-    def _verify_alone(self, segment: Segment[Request]) -> Tensor:
-        return self._forward([segment], self.compression.observe)[0]
+    def _verify_alone(self, segment: Segment[Request], give_way: GiveWay) -> Tensor:
+        full = segment.request.full
+        self._open([segment])  # whoever started it closes it again
+        observe = self.compression.observe
+        return run_tile(
+            self.adapter, [segment], self._attend, observe, lambda layer: give_way(full.arriving(layer)), graphs=False
+        )
 
     def _collect(self, *, block: bool) -> None:
         verdict = self.background.collect(block=block)
@@ -230,16 +231,19 @@ class StepLoop:
         """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
         authoritative = [segment for segment in segments if segment.want.phase != "draft"]
         try:
-            for segment in authoritative:
-                try:
-                    segment.request.full.open(segment.count, segment.request.draft)
-                except SwapError as error:
-                    raise StepFault(segment.request, error) from error
-            logits = run_tile(self.adapter, segments, self._attend, observe)
+            self._open(authoritative)
+            logits = run_tile(self.adapter, segments, self._attend, observe, lambda _: self.background.advance())
             return logits, self.ring.nbytes
         finally:
             for segment in authoritative:
                 segment.request.full.close_step()
+
+    def _open(self, segments: Sequence[Segment[Request]]) -> None:
+        for segment in segments:
+            try:
+                segment.request.full.open(segment.count, segment.request.draft)
+            except SwapError as error:
+                raise StepFault(segment.request, error) from error
 
     def _hand_out(
         self,

@@ -24,6 +24,8 @@ AttendFunction = Callable[[Tensor, Tensor, Tensor, Sequence[AttentionJob], float
 """``(query, keys, values, jobs, scaling)``; see :func:`vericache_core.attention.paged.attend_reference`."""
 Observer = Callable[[Segment[Request], int, Tensor, Tensor], None]
 """``(segment, layer, queries [count, heads, head_dim], keys [count, kv_heads, head_dim])``; the layer's pages are there."""
+BeforeLayer = Callable[[int], None]
+"""Called with the number of a layer before anything of its KV is asked for."""
 
 
 class StepFault(Exception):
@@ -42,17 +44,25 @@ class TileAttention:
         segments: who has which rows.
         attend: the fixed-block attention in use.
         observe: sees queries and keys of authoritative rows.
+        before: called at each layer, ahead of all else.
     """
 
     def __init__(
-        self, layers: Sequence[LayerDescriptor], segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer
+        self,
+        layers: Sequence[LayerDescriptor],
+        segments: Sequence[Segment[Request]],
+        attend: AttendFunction,
+        observe: Observer,
+        before: BeforeLayer,
     ) -> None:
         self.layers, self.segments, self._attend, self._observe = layers, segments, attend, observe
+        self._before = before
         self._bases: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
         index = layer_index(module)
         layer = self.layers[index]
+        self._before(index)
         jobs = [self._job(segment, layer) for segment in self.segments]
         output = self._attend(query, key, value, jobs, layer.scaling)
         for segment in self.segments:
@@ -90,8 +100,18 @@ class TileAttention:
             pages.write(base, key.transpose(0, 1), value.transpose(0, 1))
 
 
-def run_tile(adapter: ModelAdapter, segments: Sequence[Segment[Request]], attend: AttendFunction, observe: Observer) -> Tensor:
+def run_tile(
+    adapter: ModelAdapter,
+    segments: Sequence[Segment[Request]],
+    attend: AttendFunction,
+    observe: Observer,
+    before: BeforeLayer = lambda _: None,
+    *,
+    graphs: bool = True,
+) -> Tensor:
     """One model step over ``segments``; full KV that it touches must be open. Returns logits ``[rows, vocab]``.
+
+    ``before`` may run another step meanwhile; ``graphs`` as in :meth:`ModelAdapter.step`.
 
     Raises:
         StepFault: something of one request failed; nothing of the step counts.
@@ -99,8 +119,8 @@ def run_tile(adapter: ModelAdapter, segments: Sequence[Segment[Request]], attend
     tokens = [token for segment in segments for token in segment.want.tokens[: segment.count]]
     positions = [segment.want.position + i for segment in segments for i in range(segment.count)]
     wanted = any(segment.want.phase != "prefill" or segment.count == len(segment.want.tokens) for segment in segments)
-    tile = TileAttention(adapter.layers, segments, attend, observe)
-    return adapter.step(tokens, positions, tile, logits=wanted)
+    tile = TileAttention(adapter.layers, segments, attend, observe, before)
+    return adapter.step(tokens, positions, tile, logits=wanted, graphs=graphs)
 
 
 class _Guarded:
