@@ -76,27 +76,11 @@ def test_a_background_verify_takes_its_share_of_the_device() -> None:
     simulate(setup(3, costs=costs), spans.append)
     flight = in_background(spans)[0]
     compute = 1.0 + 0.002 * flight.rows * (100 + flight.rows / 2)
-    # Half of the device is its own, and layers are computed as they come in.
-    assert flight.end - flight.start == pytest.approx(costs.overlapped(2 * compute, 5.0))
+    assert flight.end - flight.start == pytest.approx(costs.overlapped(compute, 5.0))  # layers are computed as they come in
     inside = [one for one in drafts_beside(spans, flight) if one.start >= flight.start and one.end <= flight.end]
     assert inside
     for one in inside:
         assert one.end - one.start == pytest.approx(1.0 / (1 - compute / (flight.end - flight.start)))
-
-
-def test_steps_take_longer_once_another_thread_has_verified() -> None:
-    spans: list[Span] = []
-    simulate(setup(3, alongside=1.5), spans.append)
-    flights = in_background(spans)
-    first = flights[0]
-    drafts = [one for one in spans if one.kind == "draft"]
-    before = {one.end - one.start for one in drafts if one.end <= first.start}
-    between = [
-        one.end - one.start
-        for one in drafts
-        if one.start >= first.start and not any(one.start < flight.end and flight.start < one.end for flight in flights)
-    ]
-    assert min(between) == pytest.approx(1.5 * min(before))
 
 
 def test_a_link_that_keeps_up_needs_no_background() -> None:

@@ -157,7 +157,6 @@ def _setup(args: argparse.Namespace, device: Device, model: ModelShape, arrivals
         turns=turns if any(len(one) > 1 for one in turns) else (),
         turn=args.hazard_turn,
         background=args.background is not False,
-        alongside=device.alongside,
         copies=copying(device, costs, args.tier, calibration) if args.mode in ("auto", "offloaded") else 0.0,
         between=device.between,
         lookups=simulate_proposer.lookups(args),

@@ -40,10 +40,10 @@ class Background:
     def start(self, now: float, number: int, rows: int, compute: float, link: float) -> None:
         """Begin a verify of ``compute`` seconds of the device and ``link`` seconds of the link.
 
-        The steps of the others run beside it, so that it gets half of the device.
+        Layers are computed as they come in, between the layers of the steps of others, which take as much longer.
         """
         assert self.flight is None
-        seconds = self._costs.overlapped(2 * compute, link)
+        seconds = self._costs.overlapped(compute, link)
         self.flight = Flight(number, now, now + link, now + seconds, compute / seconds, rows)
 
     def landed(self, now: float) -> Flight | None:

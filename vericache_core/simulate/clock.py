@@ -28,10 +28,7 @@ class Simulation:
         lockstep: whether the scheduler is the lock-step one; the controllers' prices depend on it.
         background: a verify whose swap takes longer than a step that swaps nothing runs beside the steps of others, as in
             the engine; for requests whose full KV streams in while they verify.
-        alongside: factor on the compute of every step from the first background verify on: what a second thread that computes
-            costs the first one, whether it works or not.
-        copies: seconds of compute that a swapped byte takes, where the cores that compute copy it; ``alongside`` has it for
-            verifies in the background.
+        copies: seconds of compute that a swapped byte takes, where the cores that compute copy it.
         between: seconds of the host between two steps, for each request that had rows.
         rows: most rows of a step.
         proposals: experience of all requests with their proposals; None where their number is not chosen by cost.
@@ -46,7 +43,6 @@ class Simulation:
         *,
         lockstep: bool = False,
         background: bool = False,
-        alongside: float = 1.0,
         copies: float = 0.0,
         between: float = 0.0,
         rows: int = 512,
@@ -54,7 +50,7 @@ class Simulation:
         listener: Callable[[Span], None] | None = None,
     ) -> None:
         self.costs, self.scheduler, self.lockstep = costs, scheduler, lockstep
-        self.alongside, self._listener = alongside, listener
+        self._listener = listener
         self.copies, self.between, self._rows, self._proposals = copies, between, rows, proposals
         self.result = Result()
         self.now = 0.0
@@ -166,7 +162,8 @@ class Simulation:
         if chosen is not None:
             request = self._requests[chosen.number]
             request.away = True
-            compute, link = self.costs.compute_seconds(self._load([chosen])) * self.alongside, request.swap_seconds
+            compute = self.costs.compute_seconds(self._load([chosen])) + self.copies * request.swap_bytes
+            link = request.swap_seconds
             self._beside.start(self.now, chosen.number, chosen.rows, compute, link)
             self.result.background += 1
             self.result.swap_seconds += link
@@ -197,8 +194,6 @@ class Simulation:
     def _run(self, parts: Sequence[Part], streams: Sequence[int]) -> None:
         """One step in the foreground."""
         compute = self.costs.compute_seconds(self._load(parts))
-        if self.result.background:
-            compute *= self.alongside
         compute = self._beside.slowed(self.now, compute)
         verifying = [part.number for part in parts if part.phase == "verify"]
         swapping = [*verifying, *(number for number in streams if number not in verifying)]

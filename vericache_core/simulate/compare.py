@@ -48,7 +48,6 @@ class Setup:
         seed: of the accepted drafts.
         turns: dealt to requests in turn: hazards of which each holds for ``turn`` tokens; none for the arrivals' own.
         background: with a ring, verifies whose swap takes longer than a step run beside the steps of others.
-        alongside: factor on the compute of steps once verifies run beside them.
         page: tokens that are reserved beyond the length of each cache, since memory comes in pages.
         copies, between: what a CPU spends on copying swapped bytes, by byte, and between steps, by request.
         lookups: dealt to requests in turn, what prompt lookup is to them; none for no proposer. How many proposals the full
@@ -72,7 +71,6 @@ class Setup:
     turns: Sequence[Sequence[float]] = ()
     turn: int = 100
     background: bool = True
-    alongside: float = 1.0
     page: int = 0
     copies: float = 0.0
     between: float = 0.0
@@ -129,7 +127,6 @@ def simulate(setup: Setup, listener: Callable[[Span], None] | None = None) -> Re
         requests,
         lockstep=_in_step(setup),
         background=background,
-        alongside=setup.alongside,
         copies=setup.copies,
         between=setup.between,
         rows=setup.rows,

@@ -28,7 +28,6 @@ class Device:
         link: effective, one way.
         disk: effective, of a local NVMe drive.
         overhead: seconds of a step that are neither reading nor arithmetic.
-        alongside: factor on steps once another thread verifies beside them.
         copies: whether the cores that compute also copy what is swapped in.
         between: seconds of the host between two steps, for each request that had rows.
         source: where the numbers are from.
@@ -42,7 +41,6 @@ class Device:
     source: str
     disk: float = 6e9
     overhead: float = 0.0
-    alongside: float = 1.0
     copies: bool = False
     between: float = 0.0
 
@@ -84,9 +82,6 @@ DEVICES: Final = {
             "two cores of an AMD EPYC 9004: measured copy bandwidth, steps of 1 to 128 rows of the demo model",
             disk=1e9,
             overhead=0.045,
-            # Steps of 3 to 4 draft rows between two background verifies: 57 to 78 ms in 14 runs, median 65, where a calibration
-            # says 46. 1.24 of it is what a second OpenMP team costs the first one (docs/log.md).
-            alongside=1.4,
             copies=True,
             # The pause between steps in traces of idle runs, by request: 0.27 ms with 8 plain ones, 0.3 to 0.4 drafting, 0.4 to
             # 0.5 with windows and proposals to be chosen, 0.5 with 1 or 2 requests.

@@ -251,7 +251,6 @@ def _setup(row: MeasuredRow, calibration: Calibration, token_bytes: int, keep: f
         rows=max(costs.shapes),
         turns=row.answers,
         turn=1,
-        alongside=cpu.alongside if row.processor == "cpu" else 1.0,
         page=ENGINE_PAGE,
         copies=copies,
         between=cpu.between if row.processor == "cpu" else 0.0,
