@@ -200,7 +200,7 @@ class StepLoop:
 
     def _verify_alone(self, segment: Segment[Request], give_way: GiveWay) -> Tensor:
         full = segment.request.full
-        self._open([segment])  # whoever started it closes it again
+        self._open_full([segment])  # whoever started it closes it again
         observe = self.compression.observe
         return run_tile(
             self.adapter, [segment], self._attend, observe, lambda layer: give_way(full.arriving(layer)), graphs=False
@@ -231,14 +231,14 @@ class StepLoop:
         """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
         authoritative = [segment for segment in segments if segment.want.phase != "draft"]
         try:
-            self._open(authoritative)
+            self._open_full(authoritative)
             logits = run_tile(self.adapter, segments, self._attend, observe, lambda _: self.background.advance())
             return logits, self.ring.nbytes
         finally:
             for segment in authoritative:
                 segment.request.full.close_step()
 
-    def _open(self, segments: Sequence[Segment[Request]]) -> None:
+    def _open_full(self, segments: Sequence[Segment[Request]]) -> None:
         for segment in segments:
             try:
                 segment.request.full.open(segment.count, segment.request.draft)

@@ -53,7 +53,7 @@ class TileAttention:
         segments: Sequence[Segment[Request]],
         attend: AttendFunction,
         observe: Observer,
-        before: BeforeLayer,
+        before: BeforeLayer = lambda _: None,
     ) -> None:
         self.layers, self.segments, self._attend, self._observe = layers, segments, attend, observe
         self._before = before
