@@ -14,7 +14,7 @@ from vericache_core.remote.prefixes import Local
 from vericache_core.remote.receive import Delivery, Received, What
 from vericache_core.remote.room import drafts
 from vericache_core.remote.session import RemoteSession
-from vericache_core.runtime.background import is_safe
+from vericache_core.runtime.backend import threads_may_overlap
 from vericache_core.runtime.request import Request
 from vericache_core.runtime.segments import Segment
 
@@ -107,7 +107,7 @@ class PrefixLoop(SessionLoop):
                 waiting.setdefault(delivery, []).append(live.session)
         for delivery, sessions in waiting.items():
             begins = all(session.seq for session in sessions) or 2 * delivery.come >= len(delivery.layers)
-            if delivery.come and begins and is_safe(self._engine.attention, self.adapter.packed_bytes > 0):
+            if delivery.come and begins and threads_may_overlap(self._engine.attention, self.adapter.packed_bytes > 0):
                 self._early = EarlyStep(
                     self.adapter, self._attend, delivery, sessions, lambda: self._events.put(self._settle_early)
                 )

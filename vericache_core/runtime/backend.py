@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch
 
@@ -67,3 +68,21 @@ def _fastest(device: torch.device) -> str:
             extra,
         )
     return "reference"
+
+
+def threads_may_overlap(attention: str, packed: bool) -> bool:
+    """Whether two threads may compute at the same time: on Numba's workqueue threading layer they cannot.
+
+    Args:
+        attention: as chosen.
+        packed: whether products are packed, which may be Numba's too.
+    """
+    if attention != "numba" and not (packed and HAVE_NUMBA):
+        return True
+    import numba
+
+    try:
+        layer: Any = numba.threading_layer()
+    except ValueError:  # nothing ran in parallel yet
+        return False
+    return layer in {"omp", "tbb"}
