@@ -130,7 +130,7 @@ class Served:
 def served(engine: Engine, tokens: dict[str, bytes] | None = None, defaults: SamplingParams = DEFAULTS) -> Iterator[Served]:
     """Serve ``engine`` on a free port; closes all of it at the end."""
     stopping, runner = threading.Event(), Runner(engine)
-    app = Server(runner, MODEL, defaults, engine.config.compressor, tokens, stopping, engine.tokenizer).app
+    app = Server(runner, MODEL, defaults, engine.config.compressor, tokens, stopping, engine).app
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

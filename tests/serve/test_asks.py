@@ -6,23 +6,26 @@ from typing import Any
 
 import pytest
 
+from tests.serve.served import byte_tokenizer
 from vericache_core.errors import UsageError
 from vericache_core.model.prompts import Chat
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.answers import status_of
 from vericache_core.serve.asks import Ask, read_ask
 from vericache_core.serve.dialect import NO_TOOLS, Dialect
+from vericache_core.serve.grammar import Grammars
 from vericache_core.serve.tool_calls import TaggedCalls
 
 DEFAULTS = SamplingParams(max_new_tokens=77)
 USER = {"role": "user", "content": "hello"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+GRAMMARS = Grammars(byte_tokenizer(), 256, [0])
 KNOWS_TOOLS = Dialect(TaggedCalls, "tagged JSON")
 
 
 def read(body: Any, *, chat: bool = False, dialect: Dialect = NO_TOOLS) -> Ask:
-    return read_ask(body, chat=chat, model="m", defaults=DEFAULTS, compressor="snapkv", dialect=dialect)
+    return read_ask(body, chat=chat, model="m", defaults=DEFAULTS, compressor="snapkv", dialect=dialect, grammars=GRAMMARS)
 
 
 def test_what_is_left_out_is_the_servers() -> None:
@@ -100,7 +103,7 @@ def test_what_clients_send_by_default_is_let_through() -> None:
         ({"prompt": "x", "parallel_tool_calls": False}, "parallel_tool_calls is not served"),
         ({"prompt": "x", "functions": [{"name": "f"}]}, "functions is not served; hint: tools and tool_choice are"),
         ({"prompt": "x", "tool_choice": "required"}, "tool_choice is not served"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format is not served"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format is not served (only a chat"),
         ({"prompt": "x", "logit_bias": {"4": 1}}, "logit_bias is not served"),
         ({"prompt": "x", "max_tokens": -1}, "max_new_tokens"),
         ({"prompt": "x", "max_tokens": "9"}, "max_new_tokens"),
@@ -184,6 +187,14 @@ def test_who_may_call_nothing_is_told_of_no_tools() -> None:
         ({"logprobs": 2}, "logprobs is to be of type bool"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is to be 0 to 20, not 21"),
+        ({"response_format": {"type": "xml"}}, "response_format is to be text, json_object, or json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "json_schema with a schema"),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "only a chat without tools"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "response_format ends answers itself"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            'the schema cannot be enforced (Unimplemented keys: ["not"])',
+        ),
         ({"tools": {}}, "tools is to be of type list"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is not served"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice is not served"),

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         name, stopping = args.model_name or Path(args.model).name, threading.Event()
         with draining(service, stopping.set, args.grace) as drain:
             runner = Runner(engine, drain.begin)
-            server = Server(runner, name, params, config.compressor, tokens, stopping, engine.tokenizer)
+            server = Server(runner, name, params, config.compressor, tokens, stopping, engine)
             if service is not None:
                 show_engine(service, engine)
             _serve(args, name, runner, server, drain)

@@ -14,7 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from vericache_core.engine import Engine
 from vericache_core.errors import UsageError, VeriCacheError
+from vericache_core.model.prompts import ending_ids
 from vericache_core.runtime.sampling_params import SamplingParams
 from vericache_core.serve.answers import (
     ChoiceStream,
@@ -29,6 +31,7 @@ from vericache_core.serve.answers import (
 from vericache_core.serve.asks import read_ask
 from vericache_core.serve.call import Call, CallerGoneError
 from vericache_core.serve.dialect import dialect_of
+from vericache_core.serve.grammar import Grammars
 from vericache_core.serve.logprobs import TokenTexts
 from vericache_core.serve.runner import Runner
 from vericache_core.serve.tool_calls import OnlyContent
@@ -52,7 +55,7 @@ class Server:
         compressor: that drafts, for calls that name one.
         tokens: tenants and hashes of their tokens, as `read_tokens` gives; None lets everybody in.
         stopping: new calls are refused once it is set.
-        tokenizer: of the model.
+        engine: that the runner runs; looked at, not run.
 
     Attributes:
         app: to be run by an ASGI server.
@@ -66,11 +69,13 @@ class Server:
         compressor: str | None,
         tokens: Mapping[str, bytes] | None,
         stopping: threading.Event,
-        tokenizer: Any,
+        engine: Engine,
     ) -> None:
         self._runner, self._model, self._defaults, self._compressor, self._tokens = runner, model, defaults, compressor, tokens
         self._created = int(time.time())
-        self._stopping, self._dialect, self._texts = stopping, dialect_of(tokenizer), TokenTexts(tokenizer)
+        self._stopping, tokenizer = stopping, engine.tokenizer
+        self._dialect, self._texts = dialect_of(tokenizer), TokenTexts(tokenizer)
+        self._grammars = Grammars(tokenizer, engine.adapter.vocab_size, ending_ids(engine.adapter.model, tokenizer))
         routes = [
             Route("/healthz", self._health),
             Route("/v1/models", self._models),
@@ -108,6 +113,7 @@ class Server:
             defaults=self._defaults,
             compressor=self._compressor,
             dialect=self._dialect,
+            grammars=self._grammars,
         )
         writer = Writer(chat, self._model, self._texts, ask.reader or OnlyContent, ask.n)
         call, handed_on = Call(self._runner, ask, tenant, request, writer.id), False

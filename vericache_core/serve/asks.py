@@ -18,7 +18,8 @@ from vericache_core.errors import PromptError, UsageError
 from vericache_core.model.prompts import Chat
 from vericache_core.plugins.fields import did_you_mean
 from vericache_core.runtime.sampling_params import SamplingParams
-from vericache_core.serve.dialect import NO_TOOLS, Dialect
+from vericache_core.serve.dialect import Dialect
+from vericache_core.serve.grammar import Grammars
 from vericache_core.serve.messages import read_messages, read_tools, tool_name
 from vericache_core.serve.tool_calls import CallReader
 
@@ -53,7 +54,6 @@ _SAMPLING: Final = {
 _ABOUT_THE_CALLER: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NO_TOOLS: Final = "describe tools in the system message and read the text"
 _OLD_TOOLS: Final = "tools and tool_choice are"
-_NO_GRAMMAR: Final = "ask for JSON in the prompt and check the text"
 _ONE: Final = "n gives several choices; which is best is yours to say"
 _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "best_of": ((1,), _ONE),
@@ -64,10 +64,10 @@ _NOT_SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "parallel_tool_calls": ((True,), "take the first call"),
     "functions": (([],), _OLD_TOOLS),
     "function_call": (("none", "auto"), _OLD_TOOLS),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
 }
 """What is refused: values that ask for nothing, which are let through, and what to do instead."""
-_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor", "tools", "n", "logprobs", "top_logprobs")
+_OWN: Final = ("model", "stream", "stream_options", "priority", "compressor")
+_FORM: Final = ("tools", "n", "logprobs", "top_logprobs", "response_format")
 
 
 class UnknownModelError(UsageError):
@@ -109,7 +109,7 @@ class Ask:
 
 
 def read_ask(
-    body: Any, *, chat: bool, model: str, defaults: SamplingParams, compressor: str | None, dialect: Dialect = NO_TOOLS
+    body: Any, *, chat: bool, model: str, defaults: SamplingParams, compressor: str | None, dialect: Dialect, grammars: Grammars
 ) -> Ask:
     """What a call asks for.
 
@@ -120,6 +120,7 @@ def read_ask(
         defaults: of what the call leaves out.
         compressor: that drafts here; a call may name it, or ``"none"``.
         dialect: in which the model calls tools.
+        grammars: of the model's vocabulary.
 
     Raises:
         UsageError: unknown, of a wrong type, or not served; the message names the field.
@@ -140,7 +141,7 @@ def read_ask(
     return Ask(
         chat,
         prompts,
-        dataclasses.replace(_params(given, defaults), logprobs=_logprobs(given, chat)),
+        _with_form(given, dataclasses.replace(_params(given, defaults), logprobs=_logprobs(given, chat)), chat, grammars),
         _plain(given.get("compressor", compressor), compressor),
         _typed(given, "priority", int, 0),
         stream,
@@ -151,7 +152,7 @@ def read_ask(
 
 
 def _refuse(given: Mapping[str, Any], subject: str) -> None:
-    known = {subject, *_OWN, *_SAMPLING, *_ABOUT_THE_CALLER, *_NOT_SERVED}
+    known = {subject, *_OWN, *_FORM, *_SAMPLING, *_ABOUT_THE_CALLER, *_NOT_SERVED}
     for name, value in given.items():
         if name not in known:
             near = did_you_mean(name, known)
@@ -170,6 +171,23 @@ def _params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
         return params
     # Who samples without naming a seed expects another answer each time.
     return dataclasses.replace(params, seed=secrets.randbits(63))
+
+
+def _with_form(given: Mapping[str, Any], params: SamplingParams, chat: bool, grammars: Grammars) -> SamplingParams:
+    """``params`` that hold the answer to the form that is asked for."""
+    form = _typed(given, "response_format", dict, {"type": "text"})
+    if form == {"type": "text"}:
+        return params
+    if not chat or given.get("tools"):
+        raise UsageError("response_format is not served", cause="only a chat without tools has it")
+    if params.ignore_eos or params.min_new_tokens:
+        raise UsageError("response_format ends answers itself", hint="leave ignore_eos and min_tokens out")
+    schema: Any = {"type": "object"} if form == {"type": "json_object"} else None
+    if form.get("type") == "json_schema" and isinstance(form.get("json_schema"), dict):
+        schema = form["json_schema"].get("schema")
+    if not isinstance(schema, dict):
+        raise UsageError("response_format is to be text, json_object, or json_schema with a schema")
+    return dataclasses.replace(params, logits_processors=(*params.logits_processors, grammars.json(schema)))
 
 
 def _logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
