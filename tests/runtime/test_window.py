@@ -89,6 +89,19 @@ def test_an_adversary_costs_at_most_three_percent(tokens: int, known: bool) -> N
         assert adaptive(lambda _: 1.0, tokens, seed, experience)[0] <= tokens * PRICES[0] / 0.97
 
 
+@pytest.mark.parametrize("requests", [2, 8, 32])
+def test_of_requests_side_by_side_none_loses_more_than_its_share_while_nobody_gains(requests: int) -> None:
+    """They bet before the first verdict is in, and an answer is as late as its own losses make it."""
+    experience = Experience()
+    controllers, lost = [WindowController(experience, 128) for _ in range(requests)], [0.0] * requests
+    for _ in range(128):
+        windows = [controller.choose(PRICES) for controller in controllers]
+        for number, (controller, drafted) in enumerate(zip(controllers, windows, strict=True)):
+            controller.observe(drafted, 0, PRICES)
+            lost[number] += PRICES[drafted] / PRICES[0] - 1
+    assert max(lost) <= 0.025 * 128  # a bet allows for what a credible hazard accepts, so it may be lost by a little more
+
+
 @pytest.mark.parametrize("tokens", [12, 40])
 def test_an_adversary_costs_no_more_where_answers_end_early(tokens: int) -> None:
     """What a request was granted for tokens that it did not generate is not lost by those that follow."""

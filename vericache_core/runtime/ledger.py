@@ -14,11 +14,14 @@ class Ledger:
 
     Args:
         memory: committed tokens after which an entry counts 1/e, so that old gains do not pay for new losses for ever.
+
+    Attributes:
+        gained: plain tokens, below 0 for losses.
     """
 
     def __init__(self, memory: float = math.inf) -> None:
         self._memory = memory
-        self._gained = self._committed = self._granted = 0.0
+        self.gained = self._committed = self._granted = 0.0
 
     def grant(self, tokens: int) -> None:
         """Count ``tokens`` as good as committed: those that a request will generate; below 0 those that it will not."""
@@ -32,8 +35,8 @@ class Ledger:
         kept = math.exp(-committed / self._memory)
         self._granted -= granted
         self._committed = self._committed * kept + committed
-        self._gained = self._gained * kept + gained
+        self.gained = self.gained * kept + gained
 
     def credit(self, tolerance: float) -> float:
         """Plain tokens that may be lost from here on: the tolerated fraction, plus gains, less losses."""
-        return tolerance * (self._granted + self._committed) + self._gained
+        return tolerance * (self._granted + self._committed) + self.gained

@@ -3,10 +3,10 @@
 It maximises expected committed tokens per second of the request's share, window 0 being plain decoding. Two rules
 keep it from losing where drafting does not pay:
 
-- ledgers, in plain tokens: drafting may cost all requests of a compressor no more than a small fraction of what they
-  committed, and each of them no more than a larger one, so that a request whose text is hard at first lives on what
-  others gain until it turns easy. A window is cut down to what a bad but credible hazard could lose of that. Gains
-  raise the limit, so a good compressor reaches long windows within a few rounds;
+- ledgers, in plain tokens: drafting may cost all requests of a compressor, and each by itself, no more than a small
+  fraction of what they committed; beyond that a request lives on what others have gained, up to a larger fraction,
+  until its text turns easy. A window is cut down to what a bad but credible hazard could lose of that. Gains raise
+  the limit, so a good compressor reaches long windows within a few rounds;
 - while it decodes plainly it tries again with a short window, at intervals that double with each failure.
 """
 
@@ -33,8 +33,8 @@ class WindowPolicy:
 
     Attributes:
         most: longest window, at most ``MOST``.
-        tolerance: fraction of the plain speed that all together may lose to trying.
-        own: the same for one request, as long as all together do not.
+        tolerance: fraction of the plain speed that all together, and each by itself, may lose to trying.
+        own: the same for one request that others have gained it for.
         grant: plain tokens that count as committed from the start, for a request that will generate as many.
         stay: fraction by which another window must be better to be changed to.
         interval: plain tokens before drafting is tried again for the first time.
@@ -86,8 +86,14 @@ class WindowController:
 
     @property
     def credit(self) -> float:
-        """Plain tokens that may be lost from here on."""
-        return min(self._own.credit(self.policy.own), self._pool.credit(self.policy.tolerance))
+        """Plain tokens that may be lost from here on.
+
+        Each by itself may lose no more than all together, as long as nobody has gained: requests that begin at once would
+        otherwise all bet the same pool, and the throughput is that of the one that loses most of it and ends last.
+        """
+        own, pool, tolerance = self._own, self._pool, self.policy.tolerance
+        others = max(0.0, pool.gained - own.gained)
+        return min(own.credit(self.policy.own), own.credit(tolerance) + others, pool.credit(tolerance))
 
     def choose(self, prices: Sequence[float]) -> int:
         """Return the window of the next round, 0 for one plain token; ``prices`` are seconds by window, 0 .. ``MOST``."""
