@@ -10,7 +10,7 @@ from vericache_core.runtime.modes import Demand, Mix, best_mix
 
 # 50 GB of weights at 1.7 TB/s, a link of 50 GB/s: the paper's worked example.
 GPU = CostModel({1: 0.029, 64: 0.03, 512: 0.04}, 1 / 1.7e12, 1e-12, {"host": Link(0, 1 / 50e9)}, 40)
-LONG = Demand(25_000, 4e9, 1e9, 3e9, 4e9, hazard=0.02, new_tokens=1000)
+LONG = Demand(25_000, 4e9, 1e9, 3e9, 4e9, hazard=0.02, new_tokens=1000, ahead=True)
 
 
 def held(mix: Mix, demand: Demand = LONG) -> float:

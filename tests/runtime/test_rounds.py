@@ -35,11 +35,18 @@ def test_verifies_of_many_requests_are_spread_over_the_steps() -> None:
     assert round_seconds(COSTS, many, 3) == pytest.approx(expected)
 
 
+def test_a_step_carries_whole_verifies() -> None:
+    """8 requests, windows of 2: two steps of three carry 3 verifies, 14 rows, and the third has 2, with 12."""
+    costs = dataclasses.replace(COSTS, shapes={8: 0.02, 12: 0.03, 32: 0.06})
+    expected = 2 * 0.001 + block(3) + (2 * 0.06 + 0.03) / 8
+    assert round_seconds(costs, dataclasses.replace(ALONE, requests=8), 2) == pytest.approx(expected)
+
+
 def test_a_swap_hides_behind_the_whole_round_and_the_link_is_shared() -> None:
     short = dataclasses.replace(ALONE, swap_bytes=1e6)
     assert round_seconds(COSTS, short, 10) == round_seconds(COSTS, ALONE, 10)
     assert round_seconds(COSTS, short, 0) == round_seconds(COSTS, ALONE, 0)
-    long = dataclasses.replace(ALONE, requests=4, swap_bytes=1e9, swapping=2)
+    long = dataclasses.replace(ALONE, requests=4, swap_bytes=1e9, swapping=2, ahead=True)
     assert round_seconds(COSTS, long, 10) == pytest.approx(10 * 2 / 4)
 
 
@@ -47,8 +54,18 @@ def test_a_request_waits_for_its_own_swap() -> None:
     alone = dataclasses.replace(ALONE, swap_bytes=1e7)
     assert round_seconds(COSTS, alone, 10) == pytest.approx(10 * (0.02 + 0.001) + 0.1)
     assert round_seconds(COSTS, dataclasses.replace(alone, ahead=True), 10) == round_seconds(COSTS, ALONE, 10)
-    two = dataclasses.replace(alone, requests=2, swapping=2)
-    assert round_seconds(COSTS, two, 10) == pytest.approx(10 * (0.02 / 2 + 0.001) + 0.1 / 2)
+
+
+def test_a_verify_beside_the_steps_of_others_has_rows_of_its_own_and_lands_when_a_step_ends() -> None:
+    """Four requests, steps of 24 ms that draft: ten drafts, the verifies of three others, and its own swap."""
+    many = dataclasses.replace(ALONE, requests=4, swap_bytes=1e7, swapping=4)
+    verify = 0.03 + block(11)
+    assert round_seconds(COSTS, many, 10) == pytest.approx((10 * 0.024 + 3 * verify + 0.1 + 0.012) / 4)
+    assert round_seconds(COSTS, many, 1) == pytest.approx(0.1 + 0.012)  # the link decides
+    assert round_seconds(COSTS, many, 0) == pytest.approx(0.1)  # nobody drafts beside it
+    busy = dataclasses.replace(many, full_bytes=2e8)
+    verify = 0.03 + block(11, 0.2)
+    assert round_seconds(COSTS, busy, 10) == pytest.approx((10 * 0.024 + 4 * verify) / 4)
 
 
 def test_in_lock_step_a_swap_hides_behind_its_verify_only() -> None:

@@ -45,6 +45,7 @@ class Demand:
         new_tokens: that it will generate.
         setup_seconds: of compressing its prefix.
         plain_gain: tokens that a plain one gets in the time of one, by proposals that the full KV is asked about.
+        ahead: see :class:`~vericache_core.runtime.rounds.Situation`.
     """
 
     tokens: int
@@ -57,6 +58,7 @@ class Demand:
     new_tokens: int = 128
     setup_seconds: float = 0.0
     plain_gain: float = 1.0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ def _rated(costs: CostModel, demand: Demand, pinned: int, offloaded: int, window
         demand.tier,
         offloaded,
         lockstep,
+        ahead=demand.ahead,
     )
     seconds = round_seconds(costs, situation, window)
     if offloaded and not lockstep:

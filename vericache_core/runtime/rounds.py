@@ -100,43 +100,50 @@ def round_seconds(costs: CostModel, situation: Situation, window: int) -> float:
     """Seconds of one round, as :meth:`RoundPricer.prices` gives them."""
     requests, rows = situation.requests, window + 1
     drafts, draft_rows = window / situation.drafts_per_step, 1 + situation.proposed
-    load, link = _authoritative(costs, situation, window)
+    load, swap = _authoritative(costs, situation, window)
+    link = swap * max(1, situation.swapping) / requests
     kept = situation.tokens * situation.draft_bytes / situation.full_bytes if situation.proposed else 0.0
     drafting = drafts * costs.attention_seconds(situation.draft_bytes, kept * draft_rows)
-    together = math.ceil(requests * draft_rows)
+    together = costs.rows_seconds(math.ceil(requests * draft_rows))
     if situation.lockstep:
-        drafting += drafts * costs.rows_seconds(together) / requests
+        drafting += drafts * together / requests
         return drafting + costs.overlapped(load + costs.rows_seconds(requests * rows) / requests, link)
+    if not situation.ahead and drafts and requests > 1 and swap > together:
+        # Its verify runs beside the steps of others, as rows of their own, while it drafts nothing. When it is over, the
+        # next one begins with the next step: half a step later, on average.
+        verify = load + costs.rows_seconds(rows)
+        swap += (together + requests * drafting / drafts) / 2
+        others = drafts * together + requests * drafting + (requests - 1) * verify
+        return max(others + verify, others + swap, swap * max(1, situation.swapping)) / requests
+    # Verifies are spread over the steps of a round evenly, but each step carries a whole number of them.
     steps = drafts + 1
-    if requests <= steps:
-        # Some steps carry one verify beside the drafts of the others, the rest carry drafts alone.
-        mixed = costs.rows_seconds(math.ceil((requests - 1) * draft_rows) + rows)
-        seconds = (steps - requests) * costs.rows_seconds(together) + requests * mixed
-    else:
-        # Every step carries several verifies.
-        seconds = steps * costs.rows_seconds(math.ceil(requests * (drafts * draft_rows + rows) / steps))
+    fewer = math.floor(requests / steps)
+    more = requests / steps - fewer
+
+    def step(verifies: int) -> float:
+        return costs.rows_seconds(math.ceil((requests - verifies) * draft_rows) + verifies * rows)
+
+    seconds = steps * ((1 - more) * step(fewer) + (more * step(fewer + 1) if more else 0.0))
     seconds = max(drafting + load + seconds / requests, link)
     if situation.ahead:
         return seconds
     # Others compute while it streams in, but the request itself waits: no round is shorter than its own drafts and swap.
-    return max(
-        seconds, drafting + (drafts * costs.rows_seconds(together) + link * requests / max(1, situation.swapping)) / requests
-    )
+    return max(seconds, drafting + (drafts * together + swap) / requests)
 
 
 def speculation_seconds(costs: CostModel, situation: Situation, proposals: int) -> float:
     """Seconds of one round of :meth:`RoundPricer.speculation_prices`; without proposals it is one plain token."""
     requests = situation.requests
-    load, link = _authoritative(costs, situation, proposals)
+    load, swap = _authoritative(costs, situation, proposals)
+    link = swap * max(1, situation.swapping) / requests
     compute = load + costs.rows_seconds(requests * (1 + proposals)) / requests
     return costs.overlapped(compute, link) if situation.lockstep else max(compute, link)
 
 
 def _authoritative(costs: CostModel, situation: Situation, further: int) -> tuple[float, float]:
-    """Seconds to attend with one row and ``further`` ones to the full KV, and of the link: a request's share of both."""
+    """Seconds to attend with one row and ``further`` ones to the full KV, and of its swap."""
     load = costs.attention_seconds(situation.full_bytes, situation.tokens * (1 + further) if further else 0.0)
-    link = costs.swap_seconds(situation.tier, situation.swap_bytes) if situation.swap_bytes else 0.0
-    return load, link * max(1, situation.swapping) / situation.requests
+    return load, costs.swap_seconds(situation.tier, situation.swap_bytes) if situation.swap_bytes else 0.0
 
 
 def _step(value: float) -> int:

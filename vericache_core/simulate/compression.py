@@ -38,4 +38,5 @@ def demand(arrival: Arrival, compression: Compression, token_bytes: int, costs: 
     full = tokens * token_bytes
     draft = (arrival.prompt_tokens * compression.keep + arrival.new_tokens) * token_bytes
     swap = full - draft if compression.delta else full
-    return Demand(tokens, full, draft, swap, on_device(compression, costs, full, swap), tier, hazard, arrival.new_tokens)
+    transient = on_device(compression, costs, full, swap)
+    return Demand(tokens, full, draft, swap, transient, tier, hazard, arrival.new_tokens, ahead=not compression.ring)
