@@ -16,8 +16,8 @@ MEMORY_EFFICIENCY: Final = 0.96
 """Of the nominal memory bandwidth; gives the 35 ms of the paper's worked example (60 GB read on an RTX PRO 6000)."""
 COMPUTE_EFFICIENCY: Final = 0.6
 """Of the nominal dense bf16 rate, as large matrix products reach it."""
-SHAPES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Row shapes of a simulated step."""
+SHAPES: Final = (1, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 256, 512, 1024, 2048)
+"""Row shapes of a simulated step; from 8 to 128 those of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
