@@ -61,6 +61,8 @@ def test_what_a_compressor_prints_is_kept_from_stdout(capfd: pytest.CaptureFixtu
         (["run", "identity", "--budget", "soon"], "is no time"),
         (["run", "identity", "--budget", "0s"], "no check fits"),
         (["run", "identity", "--memory", "much"], "is no size"),
+        (["run", "identity", "--timeout-factor", "0"], "must be positive and finite"),
+        (["mutants", "hangs", "--timeout-factor", "inf"], "must be positive and finite"),
         (["run", "identity", "-o", "keep"], "key=value"),
         (["run", "identity", "--expected", "nowhere.toml"], "is no file"),
         (["explain", "Q-01"], "no check 'Q-01'"),

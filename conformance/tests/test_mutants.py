@@ -9,11 +9,13 @@ import pytest
 from vericache_conform.case import Case
 from vericache_conform.catalogue import all_checks, select
 from vericache_conform.checks.contract_determinism import job, kept_between
+from vericache_conform.cli.mutants import _line
 from vericache_conform.execute import Settings, execute
 from vericache_conform.mutants.catalogue import MUTANTS
 from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
 from vericache_conform.mutants.state import LongestSoFar
 from vericache_conform.outcome import Failure
+from vericache_conform.processes import in_fresh_process
 from vericache_conform.runner import expectations_of
 from vericache_conform.subject import resolve
 
@@ -53,6 +55,20 @@ def test_whatever_ends_a_process_ends_one_check_only() -> None:
     assert "memory" in messages["eats-memory"]
     assert "raised SystemExit: 3" in messages["exits"]
     assert "raised ZeroDivisionError" in messages["raises"]
+
+
+def test_a_busy_machine_gives_every_limit_more_time() -> None:
+    """Of the check, and of the process that the check starts: a healthy compressor that runs out of it seems a caught one."""
+    (row,) = run_matrix(["hangs"], only_meant=True, factor=1e-4)
+    assert "no answer within 0.003 s" in row.caught["C-05"]  # a quarter of what a worker may take to start
+    case = Case(resolve("mutant:slow-import"), timeout_factor=1e-4)
+    with pytest.raises(Failure, match=r"did not finish look within 0\.012 s; on a busy machine try --timeout-factor"):
+        in_fresh_process(case, "look", {"with_transformers": False})
+
+
+def test_a_catch_that_is_not_meant_says_what_it_saw() -> None:
+    row = Row(MUTANTS["healthy-drop"], ["C-07"], {"C-07": "fail: a fresh process did not finish"})
+    assert "caught by C-07, which is not meant for it (C-07: fail: a fresh process did not finish)" in _line(row)
 
 
 def test_every_check_has_a_mutant_that_is_meant_for_it() -> None:

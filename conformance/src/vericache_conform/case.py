@@ -57,6 +57,7 @@ class Case:
         only: the example to replay; nothing else is tried then.
         model: the real model of the model tier.
         declared: what the author declares in ``conformance.toml`` beyond expected failures.
+        timeout_factor: multiplies every limit of time.
         facts: measurements for the report.
     """
 
@@ -66,6 +67,7 @@ class Case:
     only: Example | None = None
     model: str = "demo"
     declared: Mapping[str, Any] = field(default_factory=dict)
+    timeout_factor: float = 1.0
     facts: dict[str, Any] = field(default_factory=dict)
 
     # -- trying inputs ---------------------------------------------------------------------------

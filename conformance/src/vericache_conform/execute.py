@@ -23,11 +23,13 @@ class Settings:
         seed: of everything that is drawn.
         model: the real model of the model tier.
         declared: per compressor what its author declares (error bound, floors).
+        timeout_factor: multiplies every limit of time.
     """
 
     seed: int = 0
     model: str = "demo"
     declared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timeout_factor: float = 1.0
 
 
 def execute(check: Check, subject: Subject, settings: Settings, only: Example | None = None) -> Result:
@@ -39,6 +41,7 @@ def execute(check: Check, subject: Subject, settings: Settings, only: Example | 
         only=only,
         model=settings.model,
         declared=settings.declared.get(subject.name, {}),
+        timeout_factor=settings.timeout_factor,
     )
     started = time.perf_counter()
     result = _run(check, case)

@@ -15,11 +15,11 @@ from typing import Any
 from vericache_conform.check import Check
 from vericache_conform.execute import Settings
 from vericache_conform.outcome import Example, Result
+from vericache_conform.processes import SLOW
 
 START_ALLOWANCE = 120.0
 """Seconds that a fresh worker may need before its first check starts: importing torch on a busy machine."""
 DEFAULT_MEMORY = 8 << 30
-SLOW = "on a busy machine try --timeout-factor 4"
 
 
 class Worker:
@@ -52,6 +52,7 @@ class Worker:
             "seed": settings.seed,
             "model": settings.model,
             "memory": memory,
+            "timeout_factor": factor,
             "expected": expected,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,17 +78,17 @@ class Worker:
     def run(self, check: Check, only: Example | None = None) -> Result:
         """The result of one check, or an error that says how the worker ended."""
         process = self._started()
+        limit = START_ALLOWANCE * self.factor
         try:
-            line = self._lines.get(timeout=START_ALLOWANCE * self.factor) if self._fresh else b"ready before"
+            line = self._lines.get(timeout=limit) if self._fresh else b"ready before"
             if line is not None:
                 self._fresh = False
                 self._send({"check": check.id, "only": only})
-                line = self._lines.get(timeout=check.timeout * self.factor)
+                limit = check.timeout * self.factor
+                line = self._lines.get(timeout=limit)
         except queue.Empty:
             self.close()
-            return self._error(
-                check, f"no answer within {check.timeout * self.factor:g} s: it hangs or is far too slow; {SLOW}"
-            )
+            return self._error(check, f"no answer within {limit:g} s: it hangs or is far too slow; {SLOW}")
         except BrokenPipeError:
             line = None
         if line is None:

@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vericache_conform.case import Case
 from vericache_conform.outcome import Failure, Skip
-from vericache_conform.subject import Subject
 
 LIMIT = 120.0
+"""Seconds that a fresh process may take: less than the checks that start one, so that they say what hangs."""
+SLOW = "on a busy machine try --timeout-factor 4"
 
 
-def in_fresh_process(subject: Subject, task: str, arguments: Mapping[str, Any], *, hash_seed: int = 0, threads: int = 1) -> Any:
-    """Run ``task`` of :mod:`vericache_conform.child` on the subject in another process and return its answer.
+def in_fresh_process(case: Case, task: str, arguments: Mapping[str, Any], *, hash_seed: int = 0, threads: int = 1) -> Any:
+    """Run ``task`` of :mod:`vericache_conform.child` on the subject of the case in another process and return its answer.
 
     Raises:
         Skip: the subject exists in this process only.
         Failure: the child ended without an answer, or with the error of the compressor.
     """
+    subject, limit = case.subject, LIMIT * case.timeout_factor
     if subject.ref is None:
         raise Skip("the descriptor cannot be imported by another process; define it at the top of a module")
     order = {
@@ -51,12 +54,12 @@ def in_fresh_process(subject: Subject, task: str, arguments: Mapping[str, Any], 
                 input=json.dumps(order).encode(),
                 capture_output=True,
                 env=environment,
-                timeout=LIMIT,
+                timeout=limit,
                 check=False,
                 cwd=folder,
             )
         except subprocess.TimeoutExpired as error:
-            raise Failure(f"a fresh process did not finish {task} within {LIMIT:.0f} s") from error
+            raise Failure(f"a fresh process did not finish {task} within {limit:g} s; {SLOW}") from error
         if not answer.exists():
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
             raise Failure(f"a fresh process died during {task}: {last[0]}")

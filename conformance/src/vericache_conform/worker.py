@@ -38,7 +38,7 @@ def main() -> int:
             subject.expected_file = Path(first["expected"])
         expectations = expectations_of(subject)
         ready |= {"subject": describe(subject), "expectations": expectations.to_json()}
-        settings = Settings(first["seed"], first["model"], {subject.name: expectations.declared})
+        settings = Settings(first["seed"], first["model"], {subject.name: expectations.declared}, first["timeout_factor"])
     except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a plugin raises becomes a failed S-01
         subject, ready["problem"] = None, " ".join(str(error).split()) or type(error).__name__
     replies.write(json.dumps(ready, default=str) + "\n")

@@ -112,7 +112,7 @@ def _elsewhere(case: Case, examples: Sequence[Mapping[str, Any]], hash_seed: int
     if key not in case.subject.memo:
         payloads = [base64.b64encode(job(case, example)[1].to_payload()).decode() for example in examples]
         order = {"examples": list(examples), "payloads": payloads, "seed": case.seed}
-        case.subject.memo[key] = in_fresh_process(case.subject, "fingerprints", order, hash_seed=hash_seed, threads=threads)
+        case.subject.memo[key] = in_fresh_process(case, "fingerprints", order, hash_seed=hash_seed, threads=threads)
     found: dict[str, Any] = case.subject.memo[key]
     return found
 

@@ -32,9 +32,9 @@ def _looked(case: Case) -> dict[str, Any]:
     """What a fresh process saw; shared by the checks of one run."""
     key = "look"
     if key not in case.subject.memo:
-        found = in_fresh_process(case.subject, "look", {"with_transformers": False})
+        found = in_fresh_process(case, "look", {"with_transformers": False})
         if found.get("imports_transformers"):  # then it may have changed it, which only shows if it was there before
-            found = in_fresh_process(case.subject, "look", {"with_transformers": True})
+            found = in_fresh_process(case, "look", {"with_transformers": True})
         case.subject.memo[key] = found
     facts: dict[str, Any] = case.subject.memo[key]
     if "load_error" in facts:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from vericache_conform.check import TIERS, Tier
+from vericache_conform.cli.timeouts import add_timeout_factor, timeout_factor
 from vericache_conform.mutants.catalogue import MUTANTS, find_mutant
 from vericache_conform.mutants.matrix import Row, run_matrix, survivors, toothless
 from vericache_core.cli.output import note, print_json, print_table
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="mutants at a time, a process each [%(default)s]"
     )
+    add_timeout_factor(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -38,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     tiers: list[Tier] = args.tier or ["static", "contract", "runtime", "perf"]
     if args.jobs < 1:
         raise UsageError("--jobs must be at least 1")
-    rows = run_matrix(names, tiers, full=args.full, jobs=args.jobs, listen=lambda row: note(_line(row)))
+    factor = timeout_factor(args)
+    rows = run_matrix(names, tiers, full=args.full, jobs=args.jobs, factor=factor, listen=lambda row: note(_line(row)))
     alive, blunt = survivors(rows), [] if names else toothless(rows)
     good = bool(rows) and not alive and not blunt and all(row.good for row in rows)
     if args.json:
@@ -84,7 +87,8 @@ def _complaint(row: Row) -> str:
     if row.missed:
         parts.append(f"not caught by {' '.join(row.missed)}")
     if row.unrelated:
-        parts.append(f"caught by {' '.join(row.unrelated)}, which is not meant for it")
+        first = row.unrelated[0]
+        parts.append(f"caught by {' '.join(row.unrelated)}, which is not meant for it ({first}: {row.caught[first]})")
     return "; ".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from vericache_conform.catalogue import select
 from vericache_conform.check import TIERS
+from vericache_conform.cli.timeouts import add_timeout_factor, timeout_factor
 from vericache_conform.isolation import DEFAULT_MEMORY
 from vericache_conform.outcome import Result
 from vericache_conform.report.model import Report, dump, line_of
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="certified allows no undeclared skip, no gap [passed]",
     )
     parser.add_argument("--expected", metavar="FILE", help="a conformance.toml instead of the plugin's own")
-    parser.add_argument("--timeout-factor", type=float, default=1.0, metavar="X", help="multiplies the timeout of every check")
+    add_timeout_factor(parser)
     parser.add_argument(
         "--memory", default=f"{DEFAULT_MEMORY >> 30}G", metavar="SIZE", help="limit of a check, or none [%(default)s]"
     )
@@ -92,8 +93,6 @@ def _plan(args: argparse.Namespace) -> Plan:
     checks = select(args.tier or (), args.check, budget)
     if not checks:
         raise UsageError("no check fits", hint="raise --budget or choose another --tier")
-    if args.timeout_factor <= 0:
-        raise UsageError("--timeout-factor must be positive")
     return Plan(
         list(dict.fromkeys(args.names)),
         checks,
@@ -101,7 +100,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         args.seed,
         args.model,
         _bytes(args.memory),
-        args.timeout_factor,
+        timeout_factor(args),
         None if args.expected is None else _file(args.expected),
     )
 
