@@ -159,8 +159,7 @@ def test_blocks_of_two_threads_that_overlap_end_with_the_last_of_them() -> None:
     ring.close()
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("when", ["waiting", "copying"])
+@pytest.mark.parametrize(("tier", "when"), [("host", "waiting"), ("disk", "waiting"), ("disk", "copying")])
 def test_a_load_that_was_stopped_counts_neither_bytes_nor_time(tier: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     link = Link(1.0, sleep=gate.sleep)
@@ -175,8 +174,8 @@ def test_a_load_that_was_stopped_counts_neither_bytes_nor_time(tier: str, when: 
             return real(source, *arguments)
 
         store: Any = type(full._store)
-        real = store._fetch
-        monkeypatch.setattr(store, "_fetch", stopped)
+        real = store.fetch
+        monkeypatch.setattr(store, "fetch", stopped)
     full.open(1)
     assert gate.entered.wait(PATIENCE)
     full.close_step()

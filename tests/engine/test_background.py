@@ -35,17 +35,17 @@ def expected() -> list[RequestOutput]:
 @pytest.fixture
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every layer takes 60 ms to come; returns the number of verifies that ran in the background, growing."""
-    read, start, started = HostStore.read, BackgroundVerify.start, [0]
+    arrive, start, started = HostStore.arrive, BackgroundVerify.start, [0]
 
     def slow(self: HostStore, *arguments: Any) -> Any:
         time.sleep(0.06)
-        return read(self, *arguments)
+        return arrive(self, *arguments)
 
     def counted(self: BackgroundVerify, *arguments: Any) -> None:
         started[0] += 1
         start(self, *arguments)
 
-    monkeypatch.setattr(HostStore, "read", slow)
+    monkeypatch.setattr(HostStore, "arrive", slow)
     monkeypatch.setattr(BackgroundVerify, "start", counted)
     return started
 
@@ -104,15 +104,15 @@ def test_cancelling_a_request_in_flight_leaves_the_others_alone(expected: list[R
 def test_a_swap_that_fails_in_flight_is_recomputed(
     expected: list[RequestOutput], slow_link: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, broken = HostStore.read, [0]
+    arrive, broken = HostStore.arrive, [0]
 
     def breaking(self: HostStore, *arguments: Any) -> Any:
         if slow_link[0] == 2 and not broken[0]:
             broken[0] += 1
             raise SwapError("the link broke")
-        return read(self, *arguments)
+        return arrive(self, *arguments)
 
-    monkeypatch.setattr(HostStore, "read", breaking)
+    monkeypatch.setattr(HostStore, "arrive", breaking)
     with engine() as ours:
         found = ours.generate(PROMPTS, PARAMS, record_logits=True)
         ours.loop.ring.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from importlib.util import find_spec
 from typing import Any
@@ -48,17 +49,17 @@ def test_soak(full_kv: Any, scheduler: Any, link: float | None, proposer: Any, m
         )
 
     failures = 0
-    for store in (HostStore, DiskStore):
-        read = store.read
+    for store, name in itertools.product((HostStore, DiskStore), ("arrive", "fetch")):
+        original = getattr(store, name)
 
-        def failing(self: Any, *arguments: Any, _read: Any = read) -> Any:
+        def failing(self: Any, *arguments: Any, _original: Any = original) -> Any:
             nonlocal failures
             if draw.random() < 0.003:
                 failures += 1
                 raise SwapError("injected")
-            return _read(self, *arguments)
+            return _original(self, *arguments)
 
-        monkeypatch.setattr(store, "read", failing)
+        monkeypatch.setattr(store, name, failing)
 
     start, started = BackgroundVerify.start, 0
 

@@ -121,17 +121,17 @@ def test_kv_bytes_are_those_of_the_live_requests_and_zero_after_a_cancel() -> No
 
 
 def test_a_verify_in_the_background_counts_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, start, started = HostStore.read, BackgroundVerify.start, [0]
+    arrive, start, started = HostStore.arrive, BackgroundVerify.start, [0]
 
     def slow(self: HostStore, *arguments: Any) -> Any:
         time.sleep(0.03)
-        return read(self, *arguments)
+        return arrive(self, *arguments)
 
     def counted(self: BackgroundVerify, *arguments: Any) -> None:
         started[0] += 1
         start(self, *arguments)
 
-    monkeypatch.setattr(HostStore, "read", slow)
+    monkeypatch.setattr(HostStore, "arrive", slow)
     monkeypatch.setattr(BackgroundVerify, "start", counted)
     metrics = Metrics()
     with engine() as ours:

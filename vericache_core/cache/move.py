@@ -1,12 +1,12 @@
-"""Copy single rows between paged layouts: the torch reference and, on CPU, a compiled loop.
+"""Copy single rows between paged layouts: the torch reference and, on CPU, compiled loops.
 
-The compiled loop releases the interpreter lock, so the swap thread fills the next layer while the model
-computes this one.
+That over the rows of one head releases the interpreter's lock, for threads beside the steps.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,20 @@ def copy_rows(source: PagedRows, source_index: Index, target: PagedRows, target_
         copy_rows_numba(source, source_index, target, target_index, head)
     else:
         copy_rows_reference(source, source_index, target, target_index, head)
+
+
+def copy_heads(source: PagedRows, target: PagedRows, per_head: Sequence[tuple[Index, Index]]) -> None:
+    """Copy rows of every KV head: ``target[to[i]] = source[at[i]]`` for the ``(at, to)`` of each, ``to`` ascending.
+
+    On the CPU all threads of the attention kernel take part, so this is for the thread that runs steps.
+    """
+    if HAVE_NUMBA and source.device.type == "cpu" and target.device.type == "cpu":
+        from vericache_core.cache.move_numba import copy_heads_numba
+
+        copy_heads_numba(source, target, per_head)
+    else:
+        for head, (at, to) in enumerate(per_head):
+            copy_rows(source, at, target, to, head)
 
 
 def copy_rows_reference(source: PagedRows, source_index: Index, target: PagedRows, target_index: Index, head: int) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from vericache_core.cache.move import Index, copy_rows
+from vericache_core.cache.move import Index, copy_heads, copy_rows
 from vericache_core.cache.pages import PAGE, PagedRows
 from vericache_core.cache.ring import SwapRing
-from vericache_core.cache.tiers import TierStore
+from vericache_core.cache.tiers import Pages, TierStore
 from vericache_core.kv import LayerDescriptor
 
 
@@ -31,6 +33,54 @@ def absent(position: Index, tokens: int) -> Index:
     chosen = np.ones(tokens, dtype=bool)
     chosen[position[: position.searchsorted(tokens)]] = False
     return np.flatnonzero(chosen)
+
+
+@dataclass(slots=True)
+class _Load:
+    """One layer on its way into a slot: rows ``held`` on the device come from there, ``missing`` ones from the tier."""
+
+    store: TierStore
+    layer: LayerDescriptor
+    tokens: int
+    pages: PagedRows
+    held: tuple[PagedRows, Sequence[tuple[Index, Index]]] | None
+    missing: Sequence[Index] | None
+    stop: threading.Event
+    come: Future[None] = field(default_factory=Future)
+    seconds: float = 0.0
+
+    def bring(self) -> None:
+        """What the swap thread does: wait for the link, and move the rows unless that is left to the steps' threads."""
+        if not self.tokens:
+            return
+        if self.store.copied:
+            self.store.arrive(self.layer, self.tokens, self.missing, self.stop)
+            return
+        for head, (at, to) in enumerate(
+            self._rest(self.store.read(self.layer, self.tokens, self.pages, self.missing, self.stop))
+        ):
+            copy_rows(self._source, at, self.pages, to, head)
+
+    def take(self) -> None:
+        """What the thread of the steps does once the rows have come: what :meth:`bring` left to it."""
+        if self.tokens and self.store.copied:
+            rest = self._rest(self.store.fetch(self.layer, self.tokens, self.pages, self.missing, self.stop))
+            if rest:
+                copy_heads(self._source, self.pages, rest)
+
+    @property
+    def _source(self) -> PagedRows:
+        assert self.held is not None
+        return self.held[0]
+
+    def _rest(self, unread: Pages) -> Sequence[tuple[Index, Index]]:
+        """Per KV head, which rows of the device go to which positions: those that the tier has not given anyway."""
+        if self.held is None or not unread.any():
+            return ()
+        if unread.all():
+            return self.held[1]
+        chosen = [unread[to // PAGE] for _, to in self.held[1]]
+        return [(at[mine], to[mine]) for mine, (at, to) in zip(chosen, self.held[1], strict=True)]
 
 
 class StreamedLayers:
@@ -54,7 +104,7 @@ class StreamedLayers:
     ) -> None:
         self.layers, self.tokens = tuple(layers), 0
         self._offloaded, self._ring, self._store = list(offloaded), ring, store
-        self._slots: dict[int, tuple[PagedRows, Future[None]]] = {}
+        self._slots: dict[int, _Load] = {}
         self._queue: deque[int] = deque()
         self._stop = threading.Event()  # of the loads of one step; ``unwanted`` is of those of every step
         # Apart, and the first is never taken back: one thread may abort for good while another is in a block.
@@ -106,7 +156,7 @@ class StreamedLayers:
 
     def arriving(self, layer: int) -> Future[None] | None:
         """The load of ``layer`` that :meth:`pages` waits for; None for a layer that is on the device."""
-        return self._slots[layer][1] if layer in self._slots else None
+        return self._slots[layer].come if layer in self._slots else None
 
     def pages(self, layer: int) -> PagedRows:
         """Rows ``[0, tokens)`` of ``layer``, with room for the step's rows; waits for the swap.
@@ -114,11 +164,17 @@ class StreamedLayers:
         Raises:
             SwapError: the tier could not be read.
         """
-        slot, loaded = self._slots[layer]
+        load = self._slots[layer]
         started = time.perf_counter()
-        loaded.result()
-        self.waited_seconds += time.perf_counter() - started
-        return slot
+        load.come.result()
+        came = time.perf_counter()
+        load.take()
+        ended = time.perf_counter()
+        self.waited_seconds += ended - started
+        if load.store.copied and ended - came > load.seconds:  # over a link without a limit the copy is the transfer
+            self.link_seconds += ended - came - load.seconds
+            self.loads = [(layer, came, ended) if one[0] == layer else one for one in self.loads]
+        return load.pages
 
     def wrote(self, layer: int, rows: int) -> None:
         """The step has stored ``rows`` new rows of ``layer`` in its pages: persist them, free the slot.
@@ -126,7 +182,7 @@ class StreamedLayers:
         Raises:
             SwapError: the tier could not be written.
         """
-        slot, _ = self._slots[layer]
+        slot = self._slots[layer].pages
         assert self._store is not None
         self._store.write(self.layers[layer], self.tokens, rows, slot)
         del self._slots[layer]
@@ -140,9 +196,9 @@ class StreamedLayers:
         """
         self._queue.clear()
         self._stop.set()
-        wait([loaded for _, loaded in self._slots.values() if not loaded.cancel()])
-        for slot, _ in self._slots.values():
-            self._ring.release(slot)
+        wait([load.come for load in self._slots.values() if not load.come.cancel()])
+        for load in self._slots.values():
+            self._ring.release(load.pages)
         self._slots.clear()
         self._exact = None
 
@@ -166,31 +222,21 @@ class StreamedLayers:
     def _load_next(self) -> None:
         if not self._queue:
             return
+        assert self._store is not None
         layer = self._queue.popleft()
         slot = self._ring.acquire(self.layers[layer], self.tokens + self._room, self)
-        exact, tokens, stop = self._exact, self.tokens, self._stop
-        self._slots[layer] = (slot, self._ring.submit(lambda: self._timed_fill(layer, slot, tokens, exact, stop)))
+        held = None if self._exact is None or not self.tokens else self._exact.held(layer)
+        missing = None if held is None else [absent(position, self.tokens) for _, position in held[1]]
+        load = _Load(self._store, self.layers[layer], self.tokens, slot, held, missing, self._stop)
+        self._slots[layer] = load
+        load.come = self._ring.submit(functools.partial(self._timed, load))
 
-    def _timed_fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
+    def _timed(self, load: _Load) -> None:
         started, before = time.perf_counter(), self.moved_bytes
-        self._fill(layer, slot, tokens, exact, stop)
+        load.bring()
         # Only now: who learns the link's speed from these would be misled by a load with bytes or time of one half.
         ended = time.perf_counter()
-        self.link_seconds += ended - started
+        load.seconds = ended - started
+        self.link_seconds += load.seconds
         self.link_bytes += self.moved_bytes - before
-        self.loads.append((layer, started, ended))
-
-    def _fill(self, layer: int, slot: PagedRows, tokens: int, exact: ExactRows | None, stop: threading.Event) -> None:
-        assert self._store is not None
-        if tokens == 0:
-            return
-        held = None if exact is None else exact.held(layer)
-        missing = None if held is None else [absent(position, tokens) for _, position in held[1]]
-        unread = self._store.read(self.layers[layer], tokens, slot, missing, stop)
-        if held is None or not unread.any():
-            return
-        pages, per_head = held
-        for head, (index, position) in enumerate(per_head):
-            rest = unread[position // PAGE]
-            at = slice(None) if rest.all() else rest
-            copy_rows(pages, index[at], slot, position[at], head)
+        self.loads.append((load.layer.index, started, ended))

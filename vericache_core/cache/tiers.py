@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.cache.link import STOPPED, Link
-from vericache_core.cache.move import Index, copy_rows
+from vericache_core.cache.move import Index, copy_heads
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
@@ -35,12 +35,15 @@ class TierStore(ABC):
         link: what comes back comes over it; writes do not.
 
     Attributes:
+        copied: whether a load is a copy in memory that the cores make on which the steps run: then it waits for no thread, and
+            whoever takes the layer makes it, on all of them.
         moved_bytes: bytes of whole loads read back so far; one that fails or is stopped is none.
         written_bytes: bytes of rows that steps wrote so far.
     """
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link or Link()
+        self.copied = False
         self.moved_bytes = 0
         self.written_bytes = 0
 
@@ -66,16 +69,37 @@ class TierStore(ABC):
         """
         stop = stop or threading.Event()
         started = self._link.now()
-        unread, nbytes = self._fetch(layer, tokens, slot, missing, stop)
-        self._link.hold(started, nbytes, stop)
-        self.moved_bytes += nbytes  # after the wait: over the link, a load that is stopped in it has not come
+        unread = self.fetch(layer, tokens, slot, missing, stop)
+        self.arrive(layer, tokens, missing, stop, started)
         return unread
 
+    def arrive(
+        self,
+        layer: LayerDescriptor,
+        tokens: int,
+        missing: Sequence[Index] | None,
+        stop: threading.Event,
+        started: float | None = None,
+    ) -> None:
+        """Wait for as long as the link takes for what :meth:`fetch` moves, from ``started`` (now) on, and count it.
+
+        Raises:
+            SwapError: ``stop`` was set meanwhile.
+        """
+        started = self._link.now() if started is None else started
+        nbytes = self.load_bytes(layer, tokens, missing)
+        self._link.hold(started, nbytes, stop)
+        self.moved_bytes += nbytes  # after the wait: over the link, a load that is stopped in it has not come
+
     @abstractmethod
-    def _fetch(
+    def load_bytes(self, layer: LayerDescriptor, tokens: int, missing: Sequence[Index] | None) -> int:
+        """Bytes that a load of ``missing`` rows moves."""
+
+    @abstractmethod
+    def fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Pages, int]:
-        """As :meth:`read`, at once; returns the bytes that were moved, too."""
+    ) -> Pages:
+        """As :meth:`read`, at once, and not counted."""
 
     @abstractmethod
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
@@ -100,7 +124,7 @@ class HostStore(TierStore):
 
     def __init__(self, layers: Iterable[LayerDescriptor], device: torch.device, link: Link | None = None) -> None:
         super().__init__(link)
-        self._pinned = device.type == "cuda"
+        self._pinned, self.copied = device.type == "cuda", device.type == "cpu"
         self._rows = {layer.index: PagedRows(layer, torch.device("cpu")) for layer in layers}
 
     def write(self, layer: LayerDescriptor, first: int, count: int, slot: PagedRows) -> None:
@@ -109,22 +133,17 @@ class HostStore(TierStore):
         home.write(np.full(layer.kv_heads, first, dtype=np.int64), keys.to("cpu"), values.to("cpu"))
         self.written_bytes += count * layer.token_bytes
 
-    def _fetch(
+    def load_bytes(self, layer: LayerDescriptor, tokens: int, missing: Sequence[Index] | None) -> int:
+        rows = tokens * layer.kv_heads if missing is None else sum(map(len, missing))
+        return rows * layer.token_bytes // layer.kv_heads
+
+    def fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Pages, int]:
-        home = self._rows[layer.index]
-        if missing is None:
-            for page in range(pages_for(tokens)):
-                _unless(stop)
-                for source, target in zip(home.page(page), slot.page(page), strict=True):
-                    _copy(source, target)
-            return np.zeros(pages_for(tokens), dtype=bool), tokens * layer.token_bytes
-        moved = 0
-        for head, wanted in enumerate(missing):
-            _unless(stop)
-            copy_rows(home, wanted, slot, wanted, head)
-            moved += len(wanted) * layer.token_bytes // layer.kv_heads
-        return np.ones(pages_for(tokens), dtype=bool), moved
+    ) -> Pages:
+        _unless(stop)
+        wanted = [np.arange(tokens, dtype=np.int64)] * layer.kv_heads if missing is None else missing
+        copy_heads(self._rows[layer.index], slot, [(at, at) for at in wanted])
+        return np.full(pages_for(tokens), missing is not None)
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         home = self._rows[layer.index]
@@ -191,18 +210,24 @@ class DiskStore(TierStore):
             self._pages = max(self._pages, page + 1)
         self.written_bytes += count * layer.token_bytes
 
-    def _fetch(
+    def load_bytes(self, layer: LayerDescriptor, tokens: int, missing: Sequence[Index] | None) -> int:
+        return int((~self._unread(tokens, missing)).sum()) * PAGE * layer.token_bytes
+
+    def fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
-    ) -> tuple[Pages, int]:
-        pages = set(range(pages_for(tokens)))
-        if missing is not None:
-            pages = {int(page) for wanted in missing for page in np.unique(wanted // PAGE)}
-        for page in sorted(pages):
+    ) -> Pages:
+        unread = self._unread(tokens, missing)
+        for page in np.flatnonzero(~unread):
             _unless(stop)
-            self._transfer(layer, page, slot, "read")
-        unread = np.ones(pages_for(tokens), dtype=bool)
-        unread[list(pages)] = False
-        return unread, len(pages) * PAGE * layer.token_bytes
+            self._transfer(layer, int(page), slot, "read")
+        return unread
+
+    def _unread(self, tokens: int, missing: Sequence[Index] | None) -> Pages:
+        """Which pages hold no row of ``missing``."""
+        unread = np.full(pages_for(tokens), missing is not None)
+        for wanted in missing or ():
+            unread[wanted // PAGE] = False
+        return unread
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
         for number, page in enumerate(pages):

@@ -258,7 +258,7 @@ class StepLoop:
         self.steps += 1
         for segment in segments:
             request = segment.request
-            self._count_swap(request, background=background)
+            self._count_swap(request)
             request.metrics.steps += 1
             request.metrics.add_seconds(segment.want.phase, ended - started)
             self.observer.happened(Span(request.number, segment.want.phase, started, ended, segment.count, background))
@@ -272,8 +272,8 @@ class StepLoop:
             except VeriCacheError as error:
                 segment.request.fail(error)
 
-    def _count_swap(self, request: Request, *, background: bool) -> None:
-        """Add up link time; what a step in the foreground waited for it was not hidden."""
+    def _count_swap(self, request: Request) -> None:
+        """Add up link time; what the steps' thread stood still for it, or copied itself, was not hidden."""
         full = request.full
         now = full.link_seconds, full.link_bytes, full.waited_seconds
         link, nbytes, waited = (after - before for after, before in zip(now, request.link_counted, strict=True))
@@ -281,8 +281,7 @@ class StepLoop:
         self.link_meter.observe(full.tier, nbytes, link)
         self.swap_seconds += link
         request.metrics.swap_seconds += link
-        if not background:
-            self.exposed_seconds += waited
+        self.exposed_seconds += waited
         if link:  # a draft step loads nothing, and finds those of the last verify
             for layer, began, done in full.loads:
                 self.observer.happened(Span(request.number, "swap", began, done, layer=layer))
