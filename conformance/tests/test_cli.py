@@ -120,30 +120,43 @@ def test_a_killed_run_leaves_no_report_that_looks_complete(tmp_path: Path) -> No
 BROKEN = {
     "raising": "raise RuntimeError('no\\nway')",
     "exiting": "import os; os._exit(7)",
-    "hanging": "import time; time.sleep(1000)",
     "printing": "print('hello')",  # and describes nothing
 }
 
 
 def test_a_plugin_that_does_not_load_fails_and_the_rest_of_the_run_completes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, source in BROKEN.items():
         module = f"vericache_compressor_{name}"
         write_distribution(tmp_path, f"vericache-compressor-{name}", {name: module}, {f"{module}/__init__": source})
-    monkeypatch.setattr(isolation, "START_ALLOWANCE", 20.0)
     with on_path(tmp_path):
         code = main(["run", *BROKEN, "identity", "--check", "C-17", "--json"])
     assert code == 1
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]  # nothing else was printed
-    assert [entry["loaded"] for entry in lines[0]["subjects"]] == [False, False, False, False, True]
+    assert [entry["loaded"] for entry in lines[0]["subjects"]] == [False, False, False, True]
     found = {(line["subject"], line["check"]): line for line in lines[1:-1]}
-    for name, words in (("raising", "no way"), ("exiting", "exit status 7"), ("hanging", "within 20 s"), ("printing", "")):
+    for name, words in (("raising", "no way"), ("exiting", "exit status 7"), ("printing", "")):
         assert found[name, "S-01"]["outcome"] == "fail"
         assert words in found[name, "S-01"]["message"]
         assert found[name, "C-17"]["outcome"] == "skip"
     assert found["identity", "C-17"]["outcome"] == "pass"
-    assert lines[-1]["summary"] == "1 passed, 4 failed, 4 skipped"
+    assert lines[-1]["summary"] == "1 passed, 3 failed, 3 skipped"
+
+
+def test_a_plugin_that_hangs_while_it_loads_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Alone: time enough for others to load on a busy machine would be too long to wait for this one."""
+    module = "vericache_compressor_hanging"
+    source = "import time; time.sleep(1000)"
+    write_distribution(tmp_path, "vericache-compressor-hanging", {"hanging": module}, {f"{module}/__init__": source})
+    monkeypatch.setattr(isolation, "START_ALLOWANCE", 8.0)
+    with on_path(tmp_path):
+        assert main(["run", "hanging", "--check", "C-17", "--json"]) == 1
+    load, check = (json.loads(line) for line in capfd.readouterr().out.splitlines()[1:-1])
+    assert (load["check"], load["outcome"], check["outcome"]) == ("S-01", "fail", "skip")
+    assert "within 8 s" in load["message"]
 
 
 def test_list_explain_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
