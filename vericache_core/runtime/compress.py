@@ -14,7 +14,7 @@ from vericache_core.context import CompressContext, Needs, ScoreObserver
 from vericache_core.errors import CompressorFault
 from vericache_core.kv import CompressedKV, PrefixView
 from vericache_core.model.adapter import ModelAdapter
-from vericache_core.runtime.observe import Observations
+from vericache_core.runtime.observations import Observations
 from vericache_core.runtime.request import Request, Want
 from vericache_core.runtime.segments import Segment
 from vericache_core.runtime.tile import Observer

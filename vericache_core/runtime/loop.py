@@ -228,7 +228,7 @@ class StepLoop:
         self.recovery.start_over(request)
 
     def _forward(self, segments: Sequence[Segment[Request]], observe: Observer) -> tuple[Tensor, int]:
-        """One model step over ``segments``; returns ``(logits [rows, vocab], most ring bytes in use)``."""
+        """One model step over ``segments``; ``(logits [rows, vocab], bytes of ring slots, in use or kept for reuse)``."""
         authoritative = [segment for segment in segments if segment.want.phase != "draft"]
         try:
             self._open_full(authoritative)

@@ -39,7 +39,7 @@ class RequestMetrics:
         prefilled: rows of prompt (or of what a preemption interrupted) that were computed.
         preemptions: times it gave everything back to let others run.
         windows: window of each round, where they are chosen (``window="auto"``); 0 is one plain token.
-        mode: ``plain``, ``pinned`` or ``offloaded``.
+        mode: ``plain``, ``pinned``, ``offloaded`` or ``remote``.
         identical: whether an audit found the answer to be that of plain decoding; None if it was not audited.
         degraded: why the request fell back to plain decoding or recomputed, if it did.
     """

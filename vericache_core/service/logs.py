@@ -1,36 +1,19 @@
-"""Logs as JSON lines on stderr, each with the request it is about."""
+"""Logs as JSON lines on stderr; what is about a request says so in ``extra={"request": ...}``."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any, Final, TextIO
 
-_request: ContextVar[str | None] = ContextVar("vericache_request", default=None)
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _RESERVED: Final = {"time", "level", "logger"}
 
 
-@contextmanager
-def about_request(request: str) -> Iterator[None]:
-    """Whatever this thread (or task) logs inside the block carries ``request``.
-
-    Threads started inside do not inherit it; what a log call passes as ``extra={"request": ...}`` goes first.
-    """
-    token = _request.set(request)
-    try:
-        yield
-    finally:
-        _request.reset(token)
-
-
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, ``request`` and ``extra`` fields.
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message`` and the fields of ``extra``.
 
     An exception comes as its traceback in ``exception``. A value that JSON does not know is written as its text.
     """
@@ -42,9 +25,6 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        request = _request.get()
-        if request is not None:
-            entry["request"] = request
         entry.update((key, value) for key, value in vars(record).items() if key not in _STANDARD | _RESERVED)
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
