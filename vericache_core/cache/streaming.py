@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -46,7 +46,6 @@ class _Load:
     held: tuple[PagedRows, Sequence[tuple[Index, Index]]] | None
     missing: Sequence[Index] | None
     stop: threading.Event
-    come: Future[None] = field(default_factory=Future)
     seconds: float = 0.0
 
     def bring(self) -> None:
@@ -104,7 +103,7 @@ class StreamedLayers:
     ) -> None:
         self.layers, self.tokens = tuple(layers), 0
         self._offloaded, self._ring, self._store = list(offloaded), ring, store
-        self._slots: dict[int, _Load] = {}
+        self._slots: dict[int, tuple[_Load, Future[None]]] = {}
         self._queue: deque[int] = deque()
         self._stop = threading.Event()  # of the loads of one step; ``unwanted`` is of those of every step
         # Apart, and the first is never taken back: one thread may abort for good while another is in a block.
@@ -156,7 +155,7 @@ class StreamedLayers:
 
     def arriving(self, layer: int) -> Future[None] | None:
         """The load of ``layer`` that :meth:`pages` waits for; None for a layer that is on the device."""
-        return self._slots[layer].come if layer in self._slots else None
+        return self._slots[layer][1] if layer in self._slots else None
 
     def pages(self, layer: int) -> PagedRows:
         """Rows ``[0, tokens)`` of ``layer``, with room for the step's rows; waits for the swap.
@@ -164,9 +163,9 @@ class StreamedLayers:
         Raises:
             SwapError: the tier could not be read.
         """
-        load = self._slots[layer]
+        load, come = self._slots[layer]
         started = time.perf_counter()
-        load.come.result()
+        come.result()
         came = time.perf_counter()
         load.take()
         ended = time.perf_counter()
@@ -182,7 +181,7 @@ class StreamedLayers:
         Raises:
             SwapError: the tier could not be written.
         """
-        slot = self._slots[layer].pages
+        slot = self._slots[layer][0].pages
         assert self._store is not None
         self._store.write(self.layers[layer], self.tokens, rows, slot)
         del self._slots[layer]
@@ -196,8 +195,8 @@ class StreamedLayers:
         """
         self._queue.clear()
         self._stop.set()
-        wait([load.come for load in self._slots.values() if not load.come.cancel()])
-        for load in self._slots.values():
+        wait([come for _, come in self._slots.values() if not come.cancel()])
+        for load, _ in self._slots.values():
             self._ring.release(load.pages)
         self._slots.clear()
         self._exact = None
@@ -228,8 +227,8 @@ class StreamedLayers:
         held = None if self._exact is None or not self.tokens else self._exact.held(layer)
         missing = None if held is None else [absent(position, self.tokens) for _, position in held[1]]
         load = _Load(self._store, self.layers[layer], self.tokens, slot, held, missing, self._stop)
-        self._slots[layer] = load
-        load.come = self._ring.submit(functools.partial(self._timed, load))
+        # Not a field of the load: a fault's traceback holds the load, and the two would keep the ring alive in a circle.
+        self._slots[layer] = (load, self._ring.submit(functools.partial(self._timed, load)))
 
     def _timed(self, load: _Load) -> None:
         started, before = time.perf_counter(), self.moved_bytes
