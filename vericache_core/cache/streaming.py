@@ -169,9 +169,11 @@ class StreamedLayers:
         came = time.perf_counter()
         load.take()
         ended = time.perf_counter()
-        self.waited_seconds += ended - started
-        if load.store.copied and ended - came > load.seconds:  # over a link without a limit the copy is the transfer
-            self.link_seconds += ended - came - load.seconds
+        self.waited_seconds += came - started
+        longer = ended - came - load.seconds
+        if load.store.copied and longer > 0:  # over a link without a limit the copy is the transfer; else it is compute
+            self.link_seconds += longer
+            self.waited_seconds += longer
             self.loads = [(layer, came, ended) if one[0] == layer else one for one in self.loads]
         return load.pages
 

@@ -273,7 +273,7 @@ class StepLoop:
                 segment.request.fail(error)
 
     def _count_swap(self, request: Request) -> None:
-        """Add up link time; what the steps' thread stood still for it, or copied itself, was not hidden."""
+        """Add up link time; what the thread of the steps waited for it was not hidden."""
         full = request.full
         now = full.link_seconds, full.link_bytes, full.waited_seconds
         link, nbytes, waited = (after - before for after, before in zip(now, request.link_counted, strict=True))

@@ -166,7 +166,6 @@ class Simulation:
             link = request.swap_seconds
             self._beside.start(self.now, chosen.number, chosen.rows, compute, link)
             self.result.background += 1
-            self.result.exposed_seconds += self.copies * request.swap_bytes
             self.result.swap_seconds += link
             self.result.swap_bytes += request.swap_bytes
         return kept
@@ -205,7 +204,6 @@ class Simulation:
                 self.result.swap_seconds += request.link_left
                 self.result.swap_bytes += request.swap_bytes
                 compute += self.copies * request.swap_bytes
-                self.result.exposed_seconds += self.copies * request.swap_bytes
         wait = sum(self._requests[number].link_left or 0.0 for number in verifying)
         seconds = self.costs.overlapped(compute, wait) if wait > 0 else compute
         self.result.exposed_seconds += seconds - compute
