@@ -84,6 +84,25 @@ def test_a_fast_link_needs_no_background(expected: list[RequestOutput], monkeypa
         assert output.token_ids == reference.token_ids[:12]
 
 
+@pytest.mark.parametrize("compressor", ["random", "identity"])
+def test_rows_that_the_swap_thread_copies_are_the_same(
+    compressor: str, expected: list[RequestOutput], slow_link: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where the device is no CPU."""
+    made = HostStore.__init__
+
+    def elsewhere(self: HostStore, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.copied = False
+
+    monkeypatch.setattr(HostStore, "__init__", elsewhere)
+    with engine(compressor=compressor, full_kv="host") as ours:
+        found = ours.generate(PROMPTS, PARAMS, record_logits=True)
+    for output, reference in zip(found, expected, strict=True):
+        assert_same(output, reference)
+    assert slow_link[0]
+
+
 def test_cancelling_a_request_in_flight_leaves_the_others_alone(expected: list[RequestOutput], slow_link: list[int]) -> None:
     with engine() as ours:
         jobs = [ours.submit(prompt, PARAMS, record_logits=True) for prompt in PROMPTS]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vericache_core.cache.link import STOPPED, Link
-from vericache_core.cache.move import Index, copy_heads
+from vericache_core.cache.move import Index, copy_heads, copy_rows
 from vericache_core.cache.pages import PAGE, Extent, PagedRows, by_page, fill_page, pages_for
 from vericache_core.errors import SwapError
 from vericache_core.kv import LayerDescriptor
@@ -140,9 +140,20 @@ class HostStore(TierStore):
     def fetch(
         self, layer: LayerDescriptor, tokens: int, slot: PagedRows, missing: Sequence[Index] | None, stop: threading.Event
     ) -> Pages:
+        home = self._rows[layer.index]
         _unless(stop)
-        wanted = [np.arange(tokens, dtype=np.int64)] * layer.kv_heads if missing is None else missing
-        copy_heads(self._rows[layer.index], slot, [(at, at) for at in wanted])
+        if self.copied:
+            wanted = [np.arange(tokens, dtype=np.int64)] * layer.kv_heads if missing is None else missing
+            copy_heads(home, slot, [(at, at) for at in wanted])
+        elif missing is None:
+            for page in range(pages_for(tokens)):
+                _unless(stop)
+                for source, target in zip(home.page(page), slot.page(page), strict=True):
+                    _copy(source, target)
+        else:
+            for head, at in enumerate(missing):
+                _unless(stop)
+                copy_rows(home, at, slot, at, head)
         return np.full(pages_for(tokens), missing is not None)
 
     def copy_out(self, layer: LayerDescriptor, pages: range, target: Extent) -> None:
