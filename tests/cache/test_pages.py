@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.sdk.making import descriptor
 from tests.watch import same_bits
 from vericache_core.cache.move import copy_rows_reference
-from vericache_core.cache.move_numba import copy_rows_numba
+from vericache_core.cache.move_numba import copy_heads_numba, copy_rows_numba
 from vericache_core.cache.pages import PAGE, PagedRows, pages_for
 
 CPU = torch.device("cpu")
@@ -152,6 +152,29 @@ def test_copying_rows_compiled_and_by_indexing_is_the_same(data: Any, dtype: tor
         assert same_bits(ours[head, target], original[head, index])
         ours[head, target] = 1
         assert (ours == 1).all()
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), parts=st.integers(1, 5), still=st.booleans())
+def test_copying_all_heads_in_parts_is_the_same(data: Any, dtype: torch.dtype, parts: int, still: bool) -> None:
+    layer = descriptor(head_dim=4, value_dim=6, dtype=dtype)
+    source = PagedRows(layer, CPU)
+    source.append(bit_noise((2, 400, 4), dtype, 1), bit_noise((2, 400, 6), dtype, 2))
+    per_head = []
+    for _ in range(2):
+        to = np.array(sorted(data.draw(st.sets(st.integers(0, 399)))), dtype=np.int64)
+        per_head.append((to if still else np.arange(len(to), dtype=np.int64), to))
+    made = []
+    for compiled in (True, False):
+        pages = PagedRows(layer, CPU)
+        pages.append(torch.ones(2, 400, 4, dtype=dtype), torch.ones(2, 400, 6, dtype=dtype))
+        if compiled:
+            copy_heads_numba(source, pages, per_head, parts)
+        else:
+            for head, (at, to) in enumerate(per_head):
+                copy_rows_reference(source, at, pages, to, head)
+        made.append(pages.rows(0, 400))
+    for ours, theirs in zip(*made, strict=True):
+        assert same_bits(ours, theirs)
 
 
 def test_pages_for() -> None:

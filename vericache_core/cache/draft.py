@@ -285,9 +285,7 @@ class DraftKV:
     def missing(self, layer: int, tokens: int) -> Sequence[Index] | None:
         """Positions below ``tokens`` that no exact row on the device covers, per KV head."""
         held = self.held(layer)
-        if held is None:
-            return None
-        return [absent(position, tokens) for _, position in held[1]]
+        return None if held is None else absent(held[1], tokens)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless lengths agree with prefix, tail and full KV."""

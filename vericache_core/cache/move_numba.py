@@ -15,18 +15,20 @@ from vericache_core.cache.pages import PAGE, PagedRows
 
 def copy_rows_numba(source: PagedRows, source_index: Index, target: PagedRows, target_index: Index, head: int) -> None:
     """Same contract as ``copy_rows``; CPU pages of a 2- or 4-byte dtype. Releases the interpreter's lock."""
-    _copy(*_rows(source, source_index), *_rows(target, target_index), head, *_form(source))
+    _copy(_rows(source, source_index), _rows(target, target_index), head, _form(source))
 
 
-def copy_heads_numba(source: PagedRows, target: PagedRows, per_head: Sequence[tuple[Index, Index]]) -> None:
-    """Same contract as ``copy_heads``; CPU pages of a 2- or 4-byte dtype."""
-    threads = get_num_threads()
-    pages = np.arange(threads + 1) * (target.capacity // PAGE) // threads
-    # Whole pages of the target to each thread: two that write into one page would undo each other.
+def copy_heads_numba(
+    source: PagedRows, target: PagedRows, per_head: Sequence[tuple[Index, Index]], parts: int | None = None
+) -> None:
+    """Same contract as ``copy_heads``; CPU pages of a 2- or 4-byte dtype. ``parts`` for threads to share, one for each."""
+    parts = parts or get_num_threads()
+    pages = np.arange(parts + 1) * (target.capacity // PAGE) // parts
+    # Whole pages of the target to each part: two that write into one page would undo each other.
     cuts = np.stack([to.searchsorted(pages * PAGE) for _, to in per_head])
     cuts += np.cumsum([0, *(len(to) for _, to in per_head[:-1])])[:, None]
     come, go = (np.concatenate([pair[side] for pair in per_head]) for side in (0, 1))
-    _copy_heads(*_rows(source, come), *_rows(target, go), cuts, *_form(source))
+    _copy_heads(_rows(source, come), _rows(target, go), cuts, _form(source))
 
 
 def _rows(pages: PagedRows, index: Index) -> tuple[Any, Any, Index]:
@@ -40,18 +42,10 @@ def _form(pages: PagedRows) -> tuple[int, int, Any]:
 
 
 @njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def _copy(
-    from_keys: Any,
-    from_values: Any,
-    from_index: Any,
-    to_keys: Any,
-    to_values: Any,
-    to_index: Any,
-    head: Any,
-    head_dim: Any,
-    value_dim: Any,
-    none: Any,
-) -> None:
+def _copy(come: Any, go: Any, head: Any, form: Any) -> None:
+    """Rows of one head; ``come`` and ``go`` are (addresses of key pages, of value pages, index)."""
+    (from_keys, from_values, from_index), (to_keys, to_values, to_index) = come, go
+    head_dim, value_dim, none = form
     shape, value_shape = (head + 1, head_dim, PAGE), (head + 1, PAGE, value_dim)
     slots, new_slots = np.empty(PAGE, np.uint64), np.empty(PAGE, np.uint64)  # unsigned: none counts from the end
     lanes = np.empty(PAGE, none.dtype)
@@ -88,20 +82,11 @@ def _copy(
 
 
 @njit(parallel=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
-def _copy_heads(
-    from_keys: Any,
-    from_values: Any,
-    from_index: Any,
-    to_keys: Any,
-    to_values: Any,
-    to_index: Any,
-    cuts: Any,
-    head_dim: Any,
-    value_dim: Any,
-    none: Any,
-) -> None:
+def _copy_heads(come: Any, go: Any, cuts: Any, form: Any) -> None:
+    """Part ``p`` of head ``h`` are the rows from ``cuts[h, p]`` to ``cuts[h, p + 1]``."""
+    (from_keys, from_values, from_index), (to_keys, to_values, to_index) = come, go
     for part in prange(cuts.shape[1] - 1):
         for head in range(cuts.shape[0]):
             low, high = cuts[head, part], cuts[head, part + 1]
-            come, go = from_index[low:high], to_index[low:high]
-            _copy(from_keys, from_values, come, to_keys, to_values, go, head, head_dim, value_dim, none)
+            mine, theirs = (from_keys, from_values, from_index[low:high]), (to_keys, to_values, to_index[low:high])
+            _copy(mine, theirs, head, form)

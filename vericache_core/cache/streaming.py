@@ -28,11 +28,14 @@ class ExactRows(Protocol):
         """``(pages, per KV head (index in pages, logical position))``, or None if nothing exact is held."""
 
 
-def absent(position: Index, tokens: int) -> Index:
-    """Positions below ``tokens`` that are not in ``position``; both ascend."""
-    chosen = np.ones(tokens, dtype=bool)
-    chosen[position[: position.searchsorted(tokens)]] = False
-    return np.flatnonzero(chosen)
+def absent(per_head: Sequence[tuple[Index, Index]], tokens: int) -> list[Index]:
+    """Per KV head the positions below ``tokens`` that are none of those held; see :meth:`ExactRows.held`."""
+    found = []
+    for _, position in per_head:
+        chosen = np.ones(tokens, dtype=bool)
+        chosen[position[: position.searchsorted(tokens)]] = False
+        found.append(np.flatnonzero(chosen))
+    return found
 
 
 @dataclass(slots=True)
@@ -55,9 +58,8 @@ class _Load:
         if self.store.copied:
             self.store.arrive(self.layer, self.tokens, self.missing, self.stop)
             return
-        for head, (at, to) in enumerate(
-            self._rest(self.store.read(self.layer, self.tokens, self.pages, self.missing, self.stop))
-        ):
+        unread = self.store.read(self.layer, self.tokens, self.pages, self.missing, self.stop)
+        for head, (at, to) in enumerate(self._rest(unread)):
             copy_rows(self._source, at, self.pages, to, head)
 
     def take(self) -> None:
@@ -227,7 +229,7 @@ class StreamedLayers:
         layer = self._queue.popleft()
         slot = self._ring.acquire(self.layers[layer], self.tokens + self._room, self)
         held = None if self._exact is None or not self.tokens else self._exact.held(layer)
-        missing = None if held is None else [absent(position, self.tokens) for _, position in held[1]]
+        missing = None if held is None else absent(held[1], self.tokens)
         load = _Load(self._store, self.layers[layer], self.tokens, slot, held, missing, self._stop)
         # Not a field of the load: a fault's traceback holds the load, and the two would keep the ring alive in a circle.
         self._slots[layer] = (load, self._ring.submit(functools.partial(self._timed, load)))

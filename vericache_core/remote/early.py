@@ -11,15 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vericache_core.attention.paged import AttentionJob
 from vericache_core.cache.draft import DraftKV
 from vericache_core.errors import RemoteError
 from vericache_core.kv import LayerDescriptor
-from vericache_core.model.adapter import ModelAdapter, layer_index
+from vericache_core.model.adapter import ModelAdapter
 from vericache_core.remote.receive import Delivery
 from vericache_core.remote.session import RemoteSession
 from vericache_core.runtime.request import Request
@@ -106,19 +105,17 @@ class _AsTheyCome(TileAttention):
         delivery: Delivery,
         drafts: dict[int, DraftKV],
     ) -> None:
-        super().__init__(layers, segments, attend, see_nothing)
+        super().__init__(layers, segments, attend, see_nothing, self._wait)
         self._delivery, self._drafts = delivery, drafts
         self.waited = 0.0
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> Tensor:
-        index = layer_index(module)
+    def _wait(self, index: int) -> None:
         started = time.perf_counter()
         self._delivery.layers[index].result()
         self.waited += time.perf_counter() - started
         assert self._delivery.draft is not None
         for draft in self._drafts.values():
             draft.share(index, self._delivery.draft)
-        return super().attend(module, query, key, value, facts)
 
     def _job(self, segment: Segment[Request], layer: LayerDescriptor) -> AttentionJob:
         want = segment.want

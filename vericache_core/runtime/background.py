@@ -101,10 +101,6 @@ class BackgroundVerify:
                 self.homeless = True
         flight.segment.request.full.close_step()
 
-    def close(self) -> None:
-        """Forget what is in flight."""
-        self.abandon()
-
 
 class _Flight:
     """One verify on its stack.

@@ -129,7 +129,7 @@ class StepLoop:
 
     def close(self) -> None:
         """Stop what runs beside the steps; requests must have gone."""
-        self.background.close()
+        self.background.abandon()
 
     @property
     def queued(self) -> int:
